@@ -65,26 +65,9 @@ def main() -> None:
         while held:
             remove_placement_group(held.pop())
 
-    def named(namespace: str) -> list[str]:
-        """The names of the living actors of a namespace."""
-        from ray._private.state import GlobalState
-        from ray._raylet import GcsClientOptions
-        from ray.core.generated import gcs_pb2
-
-        state = GlobalState()
-        where = GcsClientOptions.create(cluster.address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
-        state._initialize_global_state(where)
-        rows = state._connect_and_get_accessor().get_actor_table(None, None)
-        found = [gcs_pb2.ActorTableData.FromString(row) for row in rows]
-        return [
-            one.name for one in found if one.ray_namespace == namespace and one.state == gcs_pb2.ActorTableData.ALIVE
-        ]
-
     def answer(order: str, **told: object) -> object:
         if order in {"fill", "free"}:
             return fill() if order == "fill" else free()
-        if order == "named":
-            return named(str(told["namespace"]))
         if order == "add":
             return add(**told)
         if order == "remove":

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dlrover_adapters.cli import backends, groups, ray_attached, ray_reach
+from dlrover_adapters.cli import backends, groups, ray_reach
 from dlrover_adapters.cli import options as cli_options
 from dlrover_core.errors import SpecError
 
@@ -147,10 +147,10 @@ def plan(options: Options, here: BackendContext, told: Settings, env: Mapping[st
         here.arguments,
         here.token,
         backend="ray:" + settings.text(told._replace(runtime_env=json.dumps(env) if env else "")),
-        env=ray_attached.passed(os.environ),
+        env=dict(here.env),
         cwd="" if env.get("working_dir") else here.cwd,
         log=log,
-        state_dir=os.path.abspath(options.state_dir) if options.state_dir else "",
+        state_dir=str(options.state_dir or ""),
         pinned="" if log else mastery.HEAD,
         keepers=2 if log else 1,
         runtime_env=dict(env),

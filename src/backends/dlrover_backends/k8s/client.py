@@ -18,19 +18,7 @@ from typing import Union
 
 import structlog
 
-from dlrover_backends.k8s import (
-    budgets,
-    endings,
-    gangs,
-    guards,
-    masters,
-    names,
-    pods,
-    queues,
-    refusals,
-    render,
-    settings,
-)
+from dlrover_backends.k8s import budgets, endings, gangs, masters, names, pods, queues, refusals, render, settings
 from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.errors import ApiError, Busy, Conflict, Forbidden, NotFound, Unreachable
 from dlrover_backends.k8s.hosts import Hosts
@@ -83,7 +71,6 @@ class KubernetesBackend:
         self._budget = (
             budgets.Budget(self._told.budget, self._ask, lambda: self._namespace) if self._told.budget else None
         )
-        self._guard = None if self._told.owner else guards.Guard(here, self._ask, lambda: self._namespace)
         self._ended: set[str] = set()
         self._hosts = Hosts(now)
         self._queue: queues.Queue | None = None
@@ -183,8 +170,6 @@ class KubernetesBackend:
         self._fence(token)
         if self._gangs is not None:
             await self._gangs.sized(wanted, await self._owned())
-        if self._guard is not None:
-            await self._guard.sized(wanted, await self._owned())
         if self._budget is not None:
             await self._connected()
             await self._budget.sized(wanted)

@@ -26,8 +26,6 @@ from dlrover_core.errors import CoreError
 
 NODE_ID = "ray.io/node-id"
 CLEAR_S, CLEAR_LOOK_S = 20.0, 0.1
-CLEAR_GRACE_S = 2.0
-"""An agent that is asked removes its own folder; one that is killed leaves it to the next agent on its host."""
 
 
 class Order(NamedTuple):
@@ -66,10 +64,12 @@ class Cluster:
     """A run's actors, placement groups and keys. Connect first; a process connects once.
 
     ``address``: of the cluster's state service, once it is connected
+    ``ended``: ids of hosts whose raylet has ended, though Ray does not know it yet; no node is placed there
     """
 
     def __init__(self, run: Run) -> None:
         self.run, self.address = run, ""
+        self.ended: set[str] = set()
 
     def connect(self, address: str) -> None:
         """Join the cluster as a driver. Raises whatever Ray does: `faults.of_connect` knows what it means."""
@@ -101,6 +101,7 @@ class Cluster:
                 one.get("Resources") or {},
                 one.get("Labels") or {},
                 drains.get(one["NodeID"]),
+                int(one.get("NodeManagerPort") or 0),
             )
             for one in ray.nodes()
         }
@@ -153,7 +154,11 @@ class Cluster:
         if any(one.name == order.name and one.namespace == self.run.space for one in private.actors(self.run.space)):
             return
         labels = dict(order.labels)
-        avoided = [one["NodeID"] for one in hosts if (one.get("NodeName") or one["NodeManagerAddress"]) in order.avoid]
+        avoided = [
+            one["NodeID"]
+            for one in hosts
+            if (one.get("NodeName") or one["NodeManagerAddress"]) in order.avoid or one["NodeID"] in self.ended
+        ]
         if avoided:
             labels[NODE_ID] = f"!in({','.join(avoided)})"
         self.remove_group(order.name)
@@ -259,7 +264,7 @@ class Cluster:
                 if spent_s > bound_s / 2:
                     self.kill(actor.name)
                 elif actor.id not in told:
-                    self.end(actor, CLEAR_GRACE_S)
+                    self.end(actor, 0.0)
                 told.add(actor.id)
             time.sleep(CLEAR_LOOK_S)
         prefix = self.run.group("")

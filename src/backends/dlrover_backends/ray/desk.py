@@ -132,8 +132,6 @@ class Desk:
                 return ("done", await asyncio.to_thread(self._cluster.others))
             case ("claim", str(job), str(run), str(token), str(driver)):
                 return ("done", await asyncio.to_thread(_claimed, job, run, token, driver))
-            case ("send", dict(env)):
-                return ("done", (self._cluster.address, await asyncio.to_thread(self._cluster.sent, env)))
             case ("keep", dict(plan)):
                 return ("done", await asyncio.to_thread(_keep, plan))
             case ("release", str(job), str(run)):

@@ -34,6 +34,8 @@ def observation(actor: Actor, seen: Snapshot, group: Group | None, place: Place,
         return Observation(actor.name, phase, code, reason, name, age_us=age_us)
     if actor.state != "ALIVE":
         return Observation(actor.name, "pending", host=name, waits=_waits(group, place, seen.hosts))
+    if host is not None and host.ended:
+        return Observation(actor.name, "failed", -1, f"NODE_DIED: the raylet of {name} has ended", name)
     if host is not None and not host.alive:
         return Observation(actor.name, "lost", reason=f"NODE_DIED: the cluster has lost {name}", host=name)
     notice, notice_us = _notice(host, wall_s)

@@ -45,6 +45,8 @@ class Lookout:
         self._actors: dict[str, Actor] = {}
         self._places: dict[str, Place] = {}
         self._listening: set[str] = set()
+        self._silent: set[str] = set()
+        """Actors that were out of reach when they were asked last."""
         self._due: dict[str, float] = {}
         self._lock, self._wake = asyncio.Lock(), asyncio.Event()
 
@@ -101,11 +103,28 @@ class Lookout:
             await asyncio.to_thread(self._tidy, seen, deleted)
 
     def _seen(self) -> tuple[Snapshot, set[str]]:
-        seen, deleted = self._cluster.look(), self._cluster.deleted()
+        seen, deleted = self._believed(self._cluster.look()), self._cluster.deleted()
         for name in seen.actors:
             if name not in self._places:
                 self._places[name] = self._cluster.place(name)
         return seen, deleted
+
+    def _believed(self, seen: Snapshot) -> Snapshot:
+        """With the hosts whose raylet has ended: Ray believes in them until its health checks have failed, up to 15 s. Blocks.
+
+        A raylet takes its actors with it; and one that is started again has another id.
+        """
+        ended = self._cluster.ended & {host.id for host in seen.hosts.values() if host.alive}
+        for actor in seen.actors.values():
+            host = seen.hosts.get(actor.host_id)
+            if actor.id not in self._silent or host is None or host.id in ended or not host.alive:
+                continue
+            if host.port and host.has_no_raylet():
+                log.warning("a raylet has ended", host=host.name)
+                ended.add(host.id)
+        self._cluster.ended = ended
+        hosts = {key: host._replace(alive=False, ended=True) for key, host in seen.hosts.items() if key in ended}
+        return seen._replace(hosts={**seen.hosts, **hosts})
 
     def _tell(self, node: Observation) -> None:
         for observer in self._observers:
@@ -117,6 +136,7 @@ class Lookout:
         for name, actor in seen.actors.items():
             if actor.is_dead:
                 self._listening.discard(actor.id)
+                self._silent.discard(actor.id)
                 self._due.pop(name, None)
                 if self._cluster.run.group(name) in seen.groups:
                     self._cluster.remove_group(name)
@@ -141,7 +161,13 @@ class Lookout:
         error = answer.exception()
         if error is not None:
             self._listening.discard(actor)
-        if error is None or type(error).__name__ != "ActorUnavailableError":
+        again = error is not None and type(error).__name__ == "ActorUnavailableError"
+        was_silent = actor in self._silent
+        if again:
+            self._silent.add(actor)
+        else:
+            self._silent.discard(actor)
+        if not (again and was_silent):
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._wake.set)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+PROBE_S = 1.0
 
 
 class Actor(NamedTuple):
@@ -44,6 +47,8 @@ class Host(NamedTuple):
     has:      its resources, all together
     labels:   its labels
     drain_ms: when it will be gone, in milliseconds of the wall clock; 0: nobody says; None: it is not drained
+    port:     where its raylet listens; 0: unknown
+    ended:    does the host say itself that there is no raylet? Ray believes in it for a quarter of a minute longer
     """
 
     id: str
@@ -53,6 +58,18 @@ class Host(NamedTuple):
     has: Mapping[str, float] = {}  # as above
     labels: Mapping[str, str] = {}  # as above
     drain_ms: int | None = None
+    port: int = 0
+    ended: bool = False
+
+    def has_no_raylet(self) -> bool:
+        """Does the host say itself that nobody listens there? One that is silent may be cut off. Blocks, `PROBE_S`."""
+        try:
+            socket.create_connection((self.address, self.port), PROBE_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
 
 
 class Group(NamedTuple):
