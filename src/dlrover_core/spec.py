@@ -88,6 +88,9 @@ class GroupSpec:
     max_restarts: int | None = field(
         default=None, metadata={"doc": "restarts of this group's set, counted by itself; none: the job's number"}
     )
+    standby: int = field(
+        default=0, metadata={"doc": "agents kept warm to take a dead node's place, where its backend can"}
+    )
 
     def __post_init__(self) -> None:
         """Refuse what could never run."""
@@ -99,7 +102,7 @@ class GroupSpec:
             raise SpecError("nproc-per-node", f"need at least 1 worker, got {self.nproc}")
         if self.unit < 1 or self.nodes_max % self.unit or self.nodes_max < self.unit:
             raise SpecError("unit", f"nodes_max {self.nodes_max} is not a multiple of {self.unit}")
-        for name in ("relaunch_max", "memory_mib", "cpu_m", "gpus"):
+        for name in ("relaunch_max", "memory_mib", "cpu_m", "gpus", "standby"):
             if getattr(self, name) < 0:
                 raise SpecError(name, f"cannot be negative, got {getattr(self, name)}")
         self._check_coupling()

@@ -7,6 +7,9 @@ launched when the one before is observed to be over. What must hold:
 * no place ever has two living pods;
 * each death leads to exactly one new incarnation, and nothing else does;
 * when the faults end, every place has its pod; when the job ends, nothing of it is left.
+
+Some seeds keep standbys, which take the places of dead nodes: a pod is a node's by what it is called at any moment. At the end
+there are as many free ones as are wanted.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from dlrover_backends.k8s.client import KubernetesBackend
 from dlrover_backends.k8s.transport import Transport
 from dlrover_core.errors import CoreError
 from dlrover_core.job.orders import NodeLaunch
-from dlrover_core.runtime.backend import Changed, Listed, Observation
+from dlrover_core.runtime.backend import Changed, GroupSize, Listed, Observation, Wanted
 from dlrover_core.runtime.backends import BackendContext
 
 Object = dict[str, Any]
@@ -90,7 +93,8 @@ class _Trial:
         self.broken: list[str] = []
         self.incarnations = dict.fromkeys(self.places, 0)  # what a log would keep
         self.launched: set[str] = set()
-        self.masters = 0
+        self.masters = self.claimed = 0
+        self.standby = random.Random(f"standby {seed}").choice((0, 0, 1, 2))
 
     async def run(self) -> dict[str, Any]:
         server = self.server
@@ -129,7 +133,8 @@ class _Trial:
         await KubernetesBackend(self.context(), read_s=READ_S).clear()
         await asyncio.wait_for(self._emptied(), SETTLE_S)
         counts = dict(sorted(happened.items()))
-        return {**counts, "faults": sum(counts.values()), "deaths": deaths, "masters": self.masters}
+        told = {"faults": sum(counts.values()), "deaths": deaths, "masters": self.masters, "claimed": self.claimed}
+        return {**counts, **told}
 
     def context(self) -> BackendContext:
         args = f"image=trainer:dev,kubeconfig={self.folder / 'config'},namespace=train"
@@ -177,6 +182,7 @@ class _Trial:
             for _, one in sorted(shelf.items())
             if one.obj["status"]["phase"] == "Running"
             and "deletionTimestamp" not in one.obj["metadata"]
+            and not _is_free(one.obj)
             # One whose creation was never answered may be made again under its name: nobody saw it live.
             and one.obj["metadata"]["annotations"]["dlrover-core/name"] in self.launched
         ]
@@ -204,12 +210,17 @@ class _Trial:
         if change.was is None:
             name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
             loop.call_later(self.draw.uniform(0.0, 0.03), lambda: self._run_pod(name, uid))
-            living = [one.obj for one in self.server.api.store.shelf(PODS).objects.values() if _lives(one.obj)]
+        if change.was is None or (_is_free(change.was.obj) and not _is_free(pod)):
+            self.claimed += change.was is not None
+            shelf = [one.obj for one in self.server.api.store.shelf(PODS).objects.values()]
+            living = [one for one in shelf if _lives(one) and not _is_free(one)]
             twice = [place for place, count in Counter(map(_place, living)).items() if count > 1]
             if twice:
                 names = sorted(one["metadata"]["annotations"]["dlrover-core/name"] for one in living)
                 self.broken.append(f"two living pods of {twice}: {names}")
-        elif not change.deleted and pod["metadata"].get("deletionGracePeriodSeconds"):
+        if change.was is None:
+            return
+        if not change.deleted and pod["metadata"].get("deletionGracePeriodSeconds"):
             name = pod["metadata"]["name"]
             loop.call_later(self.draw.uniform(0.0, 0.05), lambda: self._delete(name, 0))
 
@@ -246,7 +257,10 @@ class _Trial:
             await asyncio.sleep(0.01)
 
     def _right(self) -> bool:
-        pods = [one.obj for one in self.server.api.store.shelf(PODS).objects.values()]
+        shelf = [one.obj for one in self.server.api.store.shelf(PODS).objects.values()]
+        pods = [one for one in shelf if not _is_free(one)]
+        if len(shelf) != len(pods) + self.standby or not all(map(_lives, shelf)):
+            return False
         running = sorted(
             one["metadata"]["annotations"]["dlrover-core/name"]
             for one in pods
@@ -256,8 +270,10 @@ class _Trial:
 
     def _picture(self) -> str:
         pods = [one.obj for one in self.server.api.store.shelf(PODS).objects.values()]
-        shown = [(one["metadata"]["annotations"]["dlrover-core/name"], one["status"]["phase"]) for one in pods]
-        return f"{sorted(shown)}; incarnations {self.incarnations}; deaths {dict(self.deaths)}"
+        shown = [
+            (one["metadata"]["annotations"].get("dlrover-core/name", "standby"), one["status"]["phase"]) for one in pods
+        ]
+        return f"{sorted(shown)}; {self.standby} standbys; incarnations {self.incarnations}; deaths {dict(self.deaths)}"
 
     async def _emptied(self) -> None:
         while any(self.server.api.store.shelf(("", plural)).objects for plural in ("pods", "secrets")):  # noqa: ASYNC110
@@ -315,6 +331,12 @@ class _Master:
             self._of.incarnations[place] += 1
 
     async def _level(self) -> None:
+        size = GroupSize("worker", "worker", 1, len(self._of.places), standby=self._of.standby)
+        while self._of.standby:
+            with contextlib.suppress(CoreError):
+                await self._backend.sized(Wanted((size,)), self._token)
+                break
+            await asyncio.sleep(0.01)
         while True:
             if self._listed:
                 await asyncio.gather(*(self._place(place) for place in self._of.places))
@@ -340,6 +362,11 @@ class _Master:
 
 def _place(pod: Object) -> str:
     return str(pod["metadata"]["annotations"]["dlrover-core/name"]).rpartition("-")[0]
+
+
+def _is_free(pod: Object) -> bool:
+    """A standby that no node has become."""
+    return "dlrover-core/name" not in pod["metadata"]["annotations"]
 
 
 def _lives(pod: Object) -> bool:

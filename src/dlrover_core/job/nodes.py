@@ -286,6 +286,8 @@ class Observed(NamedTuple):
     notice_us: int = 0
 
 
+STANDBY_SEAT = "standby:"
+"""How the seat of an agent begins that a scheduler has started as a standby."""
 AVOIDED = "avoided hosts"
 """The reason of a node begins with these words if there is room only on hosts that it must avoid."""
 REFUSED = "refused"

@@ -5,7 +5,7 @@ A backend translates and never decides. Everything else (ladders, budgets, world
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import NamedTuple, Protocol, Union, runtime_checkable
 
 from dlrover_core.diagnosis import evidence
@@ -34,6 +34,7 @@ class Observation(NamedTuple):
     age_us:    how long ago this was so
     waits:     of a pending one why the platform has not placed it yet: no room, a quota, an image; empty: nothing is in its way.
                It begins with `AVOIDED` where there is room on hosts alone that the node must not run on
+    seat:      the seat of the standby that the node is, as its agent says it in `Hello`; empty: it was started under its name
     """
 
     name: str
@@ -46,6 +47,7 @@ class Observation(NamedTuple):
     notice_us: int = 0
     age_us: int = 0
     waits: str = ""
+    seat: str = ""
 
 
 class Listed(NamedTuple):
@@ -82,6 +84,7 @@ class GroupSize(NamedTuple):
     nodes_min: the fewest that form a world
     nodes_max: the most
     nproc, memory_mib, cpu_m, gpus: of each node, as in `NodeLaunch`
+    standby:   how many agents wait warm for the place of a dead node
     """
 
     name: str
@@ -92,6 +95,7 @@ class GroupSize(NamedTuple):
     memory_mib: int = 0
     cpu_m: int = 0
     gpus: int = 0
+    standby: int = 0
 
 
 RUNNING, HELD, SUSPENDED = "running", "held", "suspended"
@@ -115,7 +119,17 @@ class Wanted(NamedTuple):
 def sizes_of(spec: JobSpec) -> tuple[GroupSize, ...]:
     """The sizes of a job's groups."""
     return tuple(
-        GroupSize(one.name, one.coupled, one.floor, one.nodes_max, one.nproc, one.memory_mib, one.cpu_m, one.gpus)
+        GroupSize(
+            one.name,
+            one.coupled,
+            one.floor,
+            one.nodes_max,
+            one.nproc,
+            one.memory_mib,
+            one.cpu_m,
+            one.gpus,
+            one.standby,
+        )
         for one in spec.groups
     )
 
@@ -129,6 +143,15 @@ class Sizing(Protocol):
 
         Idempotent. After any error the leader says it again; until it was heard once, no node is launched.
         """
+        ...
+
+
+@runtime_checkable
+class Reserving(Protocol):
+    """A backend that keeps standbys: agents without a name, which wait in seats that it has made."""
+
+    def heard(self, seats: Collection[str]) -> None:
+        """Agents wait in these seats and answer; the leader says so again and again. It must not wait."""
         ...
 
 
@@ -171,8 +194,10 @@ class Printing(Protocol):
 class Backend(Protocol):
     """What a scheduler must offer. `dlrover_core.testing.BackendConformance` is this contract as tests."""
 
-    async def launch(self, node: NodeLaunch, token: int) -> None:
-        """Start a node. Idempotent by ``node.name``.
+    async def launch(self, node: NodeLaunch, token: int) -> str | None:
+        """Start a node. Idempotent by ``node.name``. Returns the seat of the standby that becomes it; None: none does.
+
+        The leader gives the standby its name. `Observation.seat` says the same to the leaders to come.
 
         Raises `LaunchRefused`. After any other error the outcome is unknown, and the leader calls again.
         """

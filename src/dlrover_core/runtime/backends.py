@@ -28,6 +28,8 @@ GROUP = "dlrover.backends"
 FIELD = "backend"
 
 NODE, JOB, RUN, MASTERS, NPROC = "DLROVER_NODE", "DLROVER_JOB", "DLROVER_RUN", "DLROVER_MASTERS", "DLROVER_NPROC"
+STANDBY, SEAT = "DLROVER_STANDBY", "DLROVER_SEAT"
+"""What an agent that waits without a name is told in place of ``NODE``: its group, and what its backend calls its place."""
 TOKEN, HOST, ADDRESS = "DLROVER_TOKEN", "DLROVER_HOST", "DLROVER_ADDRESS"
 """What an agent that a scheduler starts is told by its environment. The last two are the scheduler's to set."""
 

@@ -18,9 +18,10 @@ from dlrover_core.errors import LaunchRefused
 from dlrover_core.job import notices
 from dlrover_core.job.nodes import REFUSED, Observed, ObserveNodes
 from dlrover_core.job.orders import NodeLaunch
-from dlrover_core.runtime.backend import Admission, Backend, Changed, Listed, Observation
+from dlrover_core.runtime.backend import Admission, Backend, Changed, Listed, Observation, Reserving
 from dlrover_core.runtime.leader import Leader
 from dlrover_core.runtime.rooms import Rooms
+from dlrover_core.runtime.seats import Seats
 from dlrover_core.runtime.sizes import Sizes
 
 CONCURRENT_MAX = 16
@@ -41,10 +42,10 @@ class Call(NamedTuple):
 
 
 class Leveller:
-    """Levels one backend to one master's desired state."""
+    """Levels one backend to one master's desired state. ``seats``: names its standbys; None: it has none."""
 
-    def __init__(self, master: Leader, backend: Backend) -> None:
-        self._master, self._backend = master, backend
+    def __init__(self, master: Leader, backend: Backend, seats: Seats | None = None) -> None:
+        self._master, self._backend, self._seats = master, backend, seats
         self._wake = asyncio.Event()
         self._listed: dict[str, Observation] = {}
         self._known = self._clearing = False
@@ -135,6 +136,7 @@ class Leveller:
         else:
             self._listed[seen.node.name] = seen.node
         nodes = seen.nodes if isinstance(seen, Listed) else (seen.node,)
+        self._seat(nodes)
         observed = tuple(self._translate(node) for node in nodes)
         self._master.tell(ObserveNodes(observed, isinstance(seen, Listed)))
         for command in notices.told(self._master.state.notices, observed):
@@ -143,12 +145,21 @@ class Leveller:
         self._wake.set()
         self._master.left.set()
 
+    def _seat(self, nodes: tuple[Observation, ...]) -> None:
+        """Let standbys that have become nodes be told their names."""
+        if self._seats is not None:
+            for one in nodes:
+                if one.seat and one.phase in ("pending", "running"):
+                    self._seats.given(one.seat, self._short(one.name))
+
+    def _short(self, name: str) -> str:
+        """A node's name within the job."""
+        return name.removeprefix(f"{self._master.state.job.name}-")
+
     def _translate(self, seen: Observation) -> Observed:
-        prefix = f"{self._master.state.job.name}-"
-        name = seen.name.removeprefix(prefix)
         left_us = max(1, seen.notice_us - seen.age_us) if seen.notice_us else 0
         return Observed(
-            name,
+            self._short(seen.name),
             seen.phase,
             seen.exit_code,
             seen.reason,
@@ -165,6 +176,8 @@ class Leveller:
         if not self._known or not self._master.may_order():
             return
         desired, now = self._master.desired, asyncio.get_running_loop().time()
+        if self._seats is not None and isinstance(self._backend, Reserving):
+            self._backend.heard(self._seats.heard())
         if now >= self._words_at:
             self._words_at = now + WORDS_EVERY_S
             self._tell_words()
@@ -229,7 +242,7 @@ class Leveller:
 
     async def _launch(self, node: NodeLaunch) -> None:
         try:
-            await self._backend.launch(node, self._master.token)
+            seat = await self._backend.launch(node, self._master.token)
         except LaunchRefused as refused:
             if not refused.permanent:
                 # The node waits and is asked for again. This is no failure.
@@ -240,6 +253,8 @@ class Leveller:
             self._master.tell(ObserveNodes((Observed(node.node, "failed", -1, f"{REFUSED_WORD}: {refused.reason}"),)))
             return
         self._accepted.add(node.name)
+        if seat and self._seats is not None:
+            self._seats.given(seat, node.node)
 
     async def _delete(self, name: str) -> None:
         await self._backend.delete(name, self._master.token, self._master.delete_grace_s(name))

@@ -33,6 +33,7 @@ from dlrover_core.runtime.messages import Goodbye, Hello
 from dlrover_core.runtime.pipeline import Deposed, Pipeline
 from dlrover_core.runtime.records import Records
 from dlrover_core.runtime.rendezvous import Rendezvous
+from dlrover_core.runtime.seats import Seats
 from dlrover_core.runtime.sessions import Sessions
 from dlrover_core.runtime.shown import shown
 from dlrover_core.runtime.standby import Standby, patiently
@@ -109,9 +110,10 @@ class Master:
         self._standby = Standby(event_log, spec.job, holder=holder, address=listener.address, wall=wall, looks=answers)
         self._standby.folded = self._records.ring
         self.sessions = Sessions(self)
+        seats = Seats(self, self.sessions) if backend is not None else None
         if backend is None and spec.joining:
             backend = Rendezvous(self, self.sessions)
-        self._leveller = Leveller(self, backend) if backend is not None else None
+        self._leveller = Leveller(self, backend, seats) if backend is not None else None
         self._engine: Engine[JobState] | None = None
         self._pipeline: Pipeline | None = None
         self._lead: Leadership | None = None

@@ -284,7 +284,7 @@ async def _refusal(backend: Backend, node: NodeLaunch, token: int) -> LaunchRefu
     return None
 
 
-async def _refused(order: Awaitable[None]) -> bool:
+async def _refused(order: Awaitable[object]) -> bool:
     try:
         await order
     except LaunchRefused as refused:

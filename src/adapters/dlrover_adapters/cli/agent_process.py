@@ -67,8 +67,8 @@ def serve(
 ) -> int:
     """Be the agent that the settings describe, to its end.
 
-    ``control`` leads to the launcher that keeps it. Without one a scheduler has started it, as ``node``: then nobody but the
-    master speaks to it, and it logs to stderr.
+    ``control`` leads to the launcher that keeps it. Without one a scheduler has started it, as ``node``, or as a standby, which a
+    master names: then nobody but the master speaks to it, and it logs to stderr.
     """
     set_name("dlrover-agent")
     leftovers.adopt()
@@ -208,7 +208,7 @@ class _Process:
             run=raw["run"],
             seat=raw["seat"],
             place=raw["place"],
-            dial_before_name=self._joining,
+            dial_before_name=self._joining or control is None,
             duties=[
                 *looking,
                 addresses,
@@ -226,7 +226,10 @@ class _Process:
             self._control.setblocking(False)
             loop.add_reader(self._control, self._hear, self._control)
         else:
-            self._named(self._name.text)
+            if self._agent.node:
+                self._named(self._agent.node)
+            else:
+                set_title(f"dlrover agent --job {self._config.job} --standby")
             log.info("agent begins", job=self._config.job, masters=",".join(self._masters), pid=os.getpid())
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._agent.part, f"the agent got {number.name}")
@@ -249,10 +252,8 @@ class _Process:
 
     def _left(self) -> int:
         """Say why the node of a scheduler goes; its exit status."""
-        ending = self._agent.ending
-        _say(
-            f"node {self._name} of job {self._config.job} goes: {ending.outcome or 'it leaves'} ({plain(ending.reason)})"
-        )
+        ending, who = self._agent.ending, f"node {self._name}" if self._agent.node else "a standby"
+        _say(f"{who} of job {self._config.job} goes: {ending.outcome or 'it leaves'} ({plain(ending.reason)})")
         return EX_LATER if self._abandoned else EX_OK
 
     async def _mind_master(self) -> None:

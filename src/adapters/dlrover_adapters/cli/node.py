@@ -1,5 +1,7 @@
 """The agent of a node that a scheduler starts: ``dlrover-run ... SCRIPT`` with ``DLROVER_NODE`` in its environment.
 
+With ``DLROVER_STANDBY`` in place of it the agent has no name yet: it prepares everything, and waits until a master gives it one.
+
 The command line says how workers are started, as everywhere; what belongs to one node, and to the job, comes by the environment
 (`VARIABLES`). What a launcher alone needs (log, rendezvous, sizes, policy) is left aside. It may be the first process of a
 container, run as any user, and need no more than one directory that takes files.
@@ -22,15 +24,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from dlrover_adapters.cli import ray_flags, usage
 from dlrover_core.errors import SpecError
 from dlrover_core.job.names import group_of
+from dlrover_core.job.nodes import STANDBY_SEAT
 
 if TYPE_CHECKING:
     from dlrover_adapters.cli.settings import Settings
     from dlrover_adapters.cli.torchrun_flags import Options
 
-NODE = "DLROVER_NODE"
+NODE, STANDBY, SEAT = "DLROVER_NODE", "DLROVER_STANDBY", "DLROVER_SEAT"
 TOKEN, TOKEN_FILE = "DLROVER_TOKEN", "DLROVER_TOKEN_FILE"  # names of variables
 VARIABLES = {
     NODE: "the node's name in the job, as the backend was told it (worker-0-0); it makes the command an agent",
+    STANDBY: "in place of a node's name: the group (worker) whose next node this agent becomes, once a master says which",
+    SEAT: "of a standby: what its backend calls its place",
     "DLROVER_MASTERS": "HOST:PORT of each master, comma separated",
     TOKEN: "the job's token",
     TOKEN_FILE: "the file that it lies in, in place of the former",
@@ -40,7 +45,17 @@ VARIABLES = {
     "DLROVER_HOST": "the host's name, as the platform has it (default: the host name that the kernel says)",
     "DLROVER_ADDRESS": "where other nodes reach this one (default: the address that packets to the master come from)",
 }
-OWN = (NODE, "DLROVER_MASTERS", TOKEN_FILE, "DLROVER_JOB", "DLROVER_RUN", "DLROVER_NPROC", "DLROVER_ADDRESS")
+OWN = (
+    NODE,
+    STANDBY,
+    SEAT,
+    "DLROVER_MASTERS",
+    TOKEN_FILE,
+    "DLROVER_JOB",
+    "DLROVER_RUN",
+    "DLROVER_NPROC",
+    "DLROVER_ADDRESS",
+)
 """Those that workers do not inherit: a `dlrover-run` in a script is a launcher again."""
 
 DROPPED: dict[str, Any] = {
@@ -89,13 +104,21 @@ def _told(environ: MutableMapping[str, str]) -> dict[str, str]:
         environ.pop(name, None)
     for name in ("DLROVER_MASTERS", "DLROVER_JOB"):
         if not told[name]:
-            raise SpecError(
-                name, f"missing, and with {NODE}={told[NODE]} this command is that node's agent: {VARIABLES[name]}"
-            )
+            raise SpecError(name, f"missing, and with {_whose(told)}: {VARIABLES[name]}")
+    if told[STANDBY] and told[NODE]:
+        raise SpecError(STANDBY, f"{told[STANDBY]!r}, beside {NODE}={told[NODE]}: leave one of them out")
+    if told[STANDBY] and not told[SEAT]:
+        raise SpecError(SEAT, f"missing, and with {_whose(told)}: {VARIABLES[SEAT]}")
     nproc = told["DLROVER_NPROC"]
     if nproc and not (nproc.isascii() and nproc.isdecimal() and int(nproc)):
         raise SpecError("DLROVER_NPROC", f"{nproc!r} is not a number of workers")
     return told
+
+
+def _whose(told: Mapping[str, str]) -> str:
+    if told[STANDBY]:
+        return f"{STANDBY}={told[STANDBY]} this command is a standby's agent"
+    return f"{NODE}={told[NODE]} this command is that node's agent"
 
 
 def _token(told: dict[str, str]) -> str:
@@ -103,9 +126,7 @@ def _token(told: dict[str, str]) -> str:
 
     token = load_token(told, told[TOKEN_FILE] or None)
     if not token:
-        raise SpecError(
-            TOKEN, f"missing, and with {NODE}={told[NODE]} this command is that node's agent: {VARIABLES[TOKEN]}"
-        )
+        raise SpecError(TOKEN, f"missing, and with {_whose(told)}: {VARIABLES[TOKEN]}")
     return token
 
 
@@ -148,12 +169,13 @@ def _settings(options: Options, told: dict[str, str]) -> Settings:
         options.nproc_per_node = told["DLROVER_NPROC"]
     groups.taken_in(options)
     cli_options.check(options)
-    group = group_of(told[NODE])
+    group = told[STANDBY] or group_of(told[NODE])
     found = groups.plans(options, only=group)
     own = [one for one in found if one.name == group]
     if groups.are_given(options) and not own:
         known = ", ".join(one.name for one in found)
-        raise SpecError(NODE, f"{told[NODE]!r} is of group {group!r}, and the job has: {known}")
+        name = STANDBY if told[STANDBY] else NODE
+        raise SpecError(name, f"{told[name]!r} is of group {group!r}, and the job has: {known}")
     own = own or [found[0]]
     groups.make_log_dirs(own)
     tls = cli_options.tls_files(options, shows=False, dials=True)
@@ -164,6 +186,7 @@ def _settings(options: Options, told: dict[str, str]) -> Settings:
         mark=secrets.token_hex(6),
         log="",
         directory="",
+        seat=f"{STANDBY_SEAT}{told[SEAT]}" if told[STANDBY] else "",
         masters=_masters(told["DLROVER_MASTERS"]),
         address=told["DLROVER_ADDRESS"] or options.local_addr or "",
         **how,

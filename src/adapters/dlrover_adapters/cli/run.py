@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from dlrover_adapters.cli.settings import Settings
 
 EX_OK, EX_FAILED, EX_SOFTWARE = 0, 1, 70
-NODE = "DLROVER_NODE"
-"""In the environment: this command is the agent of that node, which a scheduler has started."""
+AGENT = ("DLROVER_NODE", "DLROVER_STANDBY")
+"""In the environment: this command is the agent of that node, or a standby of that group; a scheduler has started it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.script is None and options.job_file is None and options.resume is None:
         return usage.say("dlrover-run", "name the script to run, or --job FILE.toml; see --help for examples")
     try:
-        if os.environ.get(NODE) and not options.show_config:
+        if any(map(os.environ.get, AGENT)) and not options.show_config:
             return _be_node(options)
         if options.resume is not None:
             return _resume(options)

@@ -11,21 +11,34 @@ import contextlib
 import importlib
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing
 from pathlib import Path
 from typing import Union
 
 import structlog
 
-from dlrover_backends.k8s import budgets, endings, gangs, masters, names, pods, queues, refusals, render, settings
+from dlrover_backends.k8s import (
+    budgets,
+    endings,
+    gangs,
+    masters,
+    names,
+    pods,
+    queues,
+    refusals,
+    render,
+    settings,
+    standbys,
+)
 from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.errors import ApiError, Busy, Conflict, Forbidden, NotFound, Unreachable
 from dlrover_backends.k8s.hosts import Hosts
 from dlrover_backends.k8s.listwatch import READ_S, ListWatch, Snapshot
+from dlrover_backends.k8s.warm import Warm
 from dlrover_core.errors import CoreError, LaunchRefused, SpecError
 from dlrover_core.job.orders import NodeLaunch
-from dlrover_core.runtime.backend import Admission, Changed, Listed, Observation, Wanted
+from dlrover_core.runtime.backend import ENDS, Admission, Changed, Listed, Observation, Wanted
 from dlrover_core.runtime.backends import BackendContext
 
 MADE_S = 900.0
@@ -76,11 +89,22 @@ class KubernetesBackend:
         self._queue: queues.Queue | None = None
         if self._told.queue and self._told.gang != settings.VOLCANO:
             self._queue = queues.Queue(here, self._told, self._ask, cluster=self, now=now, wall=wall)
+        # What was told of nodes, each with its pod's uid; and the pods of nodes that were standbys, whose names are their own.
+        self._shown: dict[str, tuple[str, Observation]] | None = None
+        self._named: dict[str, str] = {}
+        self._warm: Warm | None = None
+        if not (
+            self._told.queue or self._told.gang
+        ):  # there a standby would take from the quota, or be missing in the gang
+            self._warm = Warm(here, self._told, self._ask, cluster=self, now=now)
 
     # ---- the port
 
-    async def launch(self, node: NodeLaunch, token: int) -> None:
-        """Make the node's pod. Raises `LaunchRefused`, `Deposed`, and `ApiError` where the outcome is unknown."""
+    async def launch(self, node: NodeLaunch, token: int) -> str | None:
+        """Let a standby's pod be the node, or make it one. Returns the standby's seat.
+
+        Raises `LaunchRefused`, `Deposed`, and `ApiError` where the outcome is unknown.
+        """
         self._fence(token)
         place, incarnation = _place(node.name)
         if self._over.get(place, -1) >= incarnation:
@@ -89,6 +113,10 @@ class KubernetesBackend:
             owner = await self._owned()
             await self._see_to_stray(place, incarnation, owner)
             template = await self._template(node.group)
+            standby = await self._warm.take(node, owner, template, token) if self._warm is not None else None
+            if standby is not None:
+                self._note_made(node.name, standby)
+                return standbys.seat_of(standby)
             pod = pods.manifest(self._here, self._told, node, owner, template, token)
             if self._gangs is not None:
                 self._gangs.admit(node.group, pod)
@@ -101,8 +129,11 @@ class KubernetesBackend:
             refused = refusals.of_launch(error)
             if refused is None:
                 raise
+            if self._warm is not None and not refused.permanent:
+                self._warm.refused()
             raise refused from error
         self._note_made(node.name, made)
+        return None
 
     async def delete(self, name: str, token: int, grace_s: float) -> None:
         """Delete the node's pod, with at least a second of grace. Raises `Deposed`, `ApiError`."""
@@ -111,17 +142,28 @@ class KubernetesBackend:
         self._over[place] = max(incarnation, self._over.get(place, -1))
         self._made.pop(name, None)
         await self._connected()
-        path = f"{self._path('pods')}/{names.pod_name(name, self._here.run)}"
-        uid = self._uids.get(name)
-        try:
-            if uid is None:
-                found = await self._ask("GET", path)
-                if not self._is_ours(found, await self._owned()):
-                    return
-                uid = str(found["metadata"]["uid"])
-            await self._delete(path, uid, grace_s)
-        except (NotFound, Conflict):
-            return  # it is gone, or another one has its name
+        path, uid = self._path_of(name), self._uids.get(name)
+        with contextlib.suppress(NotFound, Conflict):  # it is gone, or another one has its name
+            if uid is not None:
+                await self._delete(path, uid, grace_s)
+                return
+            for found in await self._of_node(name):
+                if self.is_ours(found, await self._owned()):
+                    await self._delete(f"{self._path('pods')}/{found['metadata']['name']}", _uid(found), grace_s)
+
+    async def _of_node(self, name: str) -> list[Json]:
+        """The pods of a node that no list has shown. Raises `ApiError`."""
+        with contextlib.suppress(NotFound):
+            return [await self._ask("GET", self._path_of(name))]
+        if self._warm is None or not self._warm.used:
+            return []
+        found = await self._ask("GET", f"{self._path('pods')}?{_query(self._here)}")
+        return [one for one in found.get("items") or () if endings.true_name(one) == name]
+
+    def heard(self, seats: Collection[str]) -> None:
+        """Agents wait in these seats, and answer."""
+        if self._warm is not None:
+            self._warm.heard(seats)
 
     async def observe(self) -> AsyncIterator[Union[Listed, Changed, Admission]]:
         """`Listed` first and after every gap, then one `Changed` for every change. Raises `ApiError` for a missing right.
@@ -146,12 +188,13 @@ class KubernetesBackend:
             self._api, where, names.selector(self._here.job, self._here.run), now=self._now, read_s=self._read_s
         )
         told: dict[str, tuple[str, Observation]] = {}
+        keeping = asyncio.ensure_future(self._warm.run()) if self._warm is not None else None
         try:
             async with aclosing(loop.run()) as seen:
                 async for one in seen:
                     if isinstance(one, Snapshot):
                         ours = self._ours(one, owner)
-                        told = {name: (_uid(pod), self._seen(pod)) for name, pod in ours.items()}
+                        told = self._shown = {name: (_uid(pod), self._seen(pod)) for name, pod in ours.items()}
                         self._uids |= {name: _uid(pod) for name, pod in ours.items()}
                         self._note_pods(ours)
                         shown = [await self._judged(node) for _, node in told.values() if node.phase != "gone"]
@@ -160,6 +203,11 @@ class KubernetesBackend:
                         yield Changed(await self._judged(change))
         except Forbidden as error:
             raise CoreError(refusals.missing_right(error)) from error
+        finally:
+            self._shown = None
+            if keeping is not None:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
 
     async def room(self, group: str) -> int | None:  # noqa: ARG002  # the port's
         """Only the scheduler knows what would start now."""
@@ -173,6 +221,8 @@ class KubernetesBackend:
         if self._budget is not None:
             await self._connected()
             await self._budget.sized(wanted)
+        if self._warm is not None and (any(one.standby for one in wanted.groups) or self._warm.used):
+            await self._keep_warm(self._warm, wanted, token)
         if self._queue is not None:
             owner, made = await self._owned(), dict[str, Json]()
             for one in wanted.groups:
@@ -183,6 +233,15 @@ class KubernetesBackend:
                     made[one.name] = pods.manifest(self._here, self._told, node, owner, await self._template(one.name))
             if len(made) == len(wanted.groups):
                 self._queue.sized(wanted, owner, made)
+
+    async def _keep_warm(self, warm: Warm, wanted: Wanted, token: int) -> None:
+        """Let the standbys be as the job wants them. Raises `ApiError`."""
+        made = dict[str, tuple[NodeLaunch, Json, Json | None]]()
+        for one in wanted.groups if wanted.state not in ENDS else ():
+            if one.standby:
+                with contextlib.suppress(LaunchRefused):  # as each launch will be
+                    made[one.name] = standbys.node_of(one), await self._owned(), await self._template(one.name)
+        warm.sized(wanted, made, token)
 
     async def check(self) -> None:
         """Ask for pods, gangs and queues. Raises `SpecError` for missing credentials, rights or kinds, and `ApiError`."""
@@ -213,7 +272,7 @@ class KubernetesBackend:
         assert isinstance(self._api, Transport)
         ours = owner
         selector = names.selector(self._here.job, self._here.run)
-        await Outputs(self._api, self._path("pods"), selector, lambda pod: self._is_ours(pod, ours), write).run()
+        await Outputs(self._api, self._path("pods"), selector, lambda pod: self.is_ours(pod, ours), write).run()
 
     # ---- when the job is over
 
@@ -239,7 +298,7 @@ class KubernetesBackend:
         owner = await self._found_owner()
         found = await self._ask("GET", f"{self._path('pods')}?{_query(self._here)}")
         for pod in found.get("items") or ():
-            if owner is not None and self._is_ours(pod, owner):
+            if owner is not None and self.is_ours(pod, owner):
                 path = f"{self._path('pods')}/{pod['metadata']['name']}"
                 with contextlib.suppress(NotFound, Conflict):
                     await self._delete(path, _uid(pod), 0.0)  # the masters gave them their grace
@@ -266,7 +325,7 @@ class KubernetesBackend:
         last = f"{place}-{incarnation - 1}"
         if incarnation == 0 or last in self._ended:
             return
-        path = f"{self._path('pods')}/{names.pod_name(last, self._here.run)}"
+        path = self._path_of(last)
         try:
             found = await self._ask("GET", path)
         except NotFound:
@@ -274,7 +333,7 @@ class KubernetesBackend:
         labels, wanted = found["metadata"].get("labels") or {}, names.labels(self._here.job, self._here.run)
         listed = all(labels.get(key) == value for key, value in wanted.items())
         seen = endings.observation(found, self._wall())
-        if listed or not self._is_ours(found, owner) or seen.phase not in {"pending", "running"}:
+        if listed or not self.is_ours(found, owner) or seen.phase not in {"pending", "running"}:
             return
         if not endings.is_deleted(found):
             with contextlib.suppress(NotFound, Conflict):
@@ -314,9 +373,18 @@ class KubernetesBackend:
         """The run's pods that are not gone; None: they were not listed yet."""
         return None if self._pods is None else list(self._pods.values())
 
+    @property
+    def nodes(self) -> dict[str, Observation] | None:
+        """The run's nodes, as they were last told; None: they were not listed yet."""
+        return None if self._shown is None else {name: seen for name, (_, seen) in self._shown.items()}
+
     def _ours(self, listed: Snapshot, owner: Json) -> dict[str, Json]:
         """Our pods by their nodes' names; those that were made since the list began are there, whether it has them or not."""
-        found = {endings.true_name(pod): pod for pod in listed.objects if self._is_ours(pod, owner)}
+        ours = [pod for pod in listed.objects if self.is_ours(pod, owner)]
+        if self._warm is not None:
+            self._warm.listed([pod for pod in ours if standbys.is_free(pod)], listed.began)
+        found = {endings.true_name(pod): pod for pod in ours if not standbys.is_free(pod)}
+        self._named |= {name: pod["metadata"]["name"] for name, pod in found.items() if standbys.is_standby(pod)}
         late = {name: pod for name, (at, pod) in self._made.items() if at >= listed.began}
         return {**late, **found}
 
@@ -324,8 +392,13 @@ class KubernetesBackend:
         self, type_: str, pod: Json, owner: Json, told: dict[str, tuple[str, Observation]]
     ) -> Observation | None:
         """What is news of a change; None: nothing."""
-        if not self._is_ours(pod, owner):
+        if not self.is_ours(pod, owner):
             return None
+        if self._warm is not None and standbys.is_standby(pod):
+            self._warm.changed(type_, pod)
+            if standbys.is_free(pod):
+                return None
+            self._named[endings.true_name(pod)] = str(pod["metadata"]["name"])
         name, uid = endings.true_name(pod), _uid(pod)
         before = told.get(name)
         if type_ == "DELETED":
@@ -334,9 +407,12 @@ class KubernetesBackend:
             del told[name]
             if endings.is_deleted(pod) or before[1].phase in {"failed", "succeeded"}:
                 self._ended.add(name)
+                self._named.pop(name, None)
             self._uids.pop(name, None)
             self._made.pop(name, None)
             self._note_pods({}, name)
+            if self._warm is not None:
+                self._warm.news()
             if before[1].phase == "gone":
                 return None
             taken = endings.disruption(pod) or (self._queue.taken(name) if self._queue is not None else "")
@@ -345,6 +421,8 @@ class KubernetesBackend:
         self._note_pods({name: pod}, name)
         node = self._seen(pod, fresh=True)
         told[name] = (uid, node)
+        if self._warm is not None:
+            self._warm.news()
         return node if before is None or before[1] != node else None
 
     async def _judged(self, seen: Observation) -> Observation:
@@ -359,9 +437,10 @@ class KubernetesBackend:
         seen = endings.observation(pod, self._wall())
         if self._queue is not None:
             seen = self._queue.marked(seen, queues.place_of(pod))
+        seen = seen._replace(seat=standbys.seat_of(pod))
         return seen._replace(age_us=0) if fresh else seen
 
-    def _is_ours(self, pod: Json, owner: Json) -> bool:
+    def is_ours(self, pod: Json, owner: Json) -> bool:
         """Labels find a pod; only its owner's uid, which nobody can choose, proves it to be of this run."""
         owners = (pod.get("metadata") or {}).get("ownerReferences") or ()
         return any(one.get("uid") == _uid(owner) for one in owners)
@@ -370,7 +449,7 @@ class KubernetesBackend:
         """The name of a pod is taken: by this node, which is then launched already and returned, or by a stranger."""
         pod_name = names.pod_name(name, self._here.run)
         found = await self._ask("GET", f"{self._path('pods')}/{pod_name}")
-        if not self._is_ours(found, await self._owned()):
+        if not self.is_ours(found, await self._owned()):
             owners = found["metadata"].get("ownerReferences") or [{}]
             whose = f"{owners[0].get('kind', 'nobody')} {owners[0].get('name', '')}".strip()
             raise LaunchRefused(
@@ -394,6 +473,8 @@ class KubernetesBackend:
         self._made = {one: made for one, made in self._made.items() if now - made[0] < MADE_S}
         self._made[name] = (now, pod)
         self._uids[name] = _uid(pod)
+        if standbys.is_standby(pod):
+            self._named[name] = str(pod["metadata"]["name"])
         if self._pods is not None:
             self._note_pods({name: pod}, name)
 
@@ -486,6 +567,10 @@ class KubernetesBackend:
 
     def _path(self, resource: str) -> str:
         return f"/api/v1/namespaces/{self._namespace}/{resource}"
+
+    def _path_of(self, name: str) -> str:
+        """Where a node's pod is."""
+        return f"{self._path('pods')}/{self._named.get(name) or names.pod_name(name, self._here.run)}"
 
     def _fence(self, token: int) -> None:
         if token < self._highest:

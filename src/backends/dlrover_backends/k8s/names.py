@@ -12,6 +12,9 @@ import re
 LABEL_JOB, LABEL_RUN, LABEL_NODE = "dlrover-core/job", "dlrover-core/run", "dlrover-core/node"
 LABEL_INDEX = "dlrover-core/index"
 """The node's place in its group, as a number."""
+LABEL_STANDBY = "dlrover-core/standby"
+"""The group of a pod that waits without a node's name; a pod that has become a node has it no more."""
+NOTE_STANDBY, NOTE_SHAPE = "dlrover-core/standby", "dlrover-core/shape"
 LABEL_BY, BY = "app.kubernetes.io/managed-by", "dlrover-core"
 NOTE_NAME, NOTE_NODE, NOTE_JOB = "dlrover-core/name", "dlrover-core/node-name", "dlrover-core/job-name"
 NOTE_AVOID, NOTE_TOKEN = "dlrover-core/avoid", "dlrover-core/ordered-by"
@@ -32,6 +35,11 @@ def owner_name(job: str, run: str) -> str:
 def gang_name(job: str, run: str, set_: str) -> str:
     """The name of the PodGroup of a coupling set."""
     return _labelled(f"{job}-{set_}", f"{run}\0gang\0{set_}")
+
+
+def claims_name(job: str, run: str) -> str:
+    """The name of the ConfigMap that says which standby is which node."""
+    return _labelled(f"{job}-claims", f"{run}\0claims\0{job}")
 
 
 def label_value(text: str) -> str:

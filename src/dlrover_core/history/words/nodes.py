@@ -31,6 +31,13 @@ def _pending(fact: nodes.NodePending) -> str:
     return f"node {fact.node} was accepted by its backend"
 
 
+def _joined(fact: nodes.NodeJoined) -> str:
+    workers = count(fact.nproc, "worker")
+    if fact.seat.startswith(nodes.STANDBY_SEAT):
+        return f"a warm standby on {fact.host} became {fact.node}, with {workers}"
+    return f"the agent of {fact.node} joined from {fact.host} with {workers}"
+
+
 def _plan(fact: Any, known: Known) -> tuple[int, ...]:
     return (known.newest(nodes.NodePlanned, fact.node),)
 
@@ -43,9 +50,7 @@ WORDS: Words = {
     nodes.NodePlanned: _planned,
     nodes.NodePending: _pending,
     nodes.NodeRunning: lambda fact: f"node {fact.node} runs{' on ' + fact.host if fact.host else ''}",
-    nodes.NodeJoined: lambda fact: (
-        f"the agent of {fact.node} joined from {fact.host} with {count(fact.nproc, 'worker')}"
-    ),
+    nodes.NodeJoined: _joined,
     nodes.NodeSucceeded: lambda fact: f"node {fact.node} ended well",
     nodes.NodeFailed: _failed,
     nodes.NodeGone: _gone,
