@@ -56,6 +56,7 @@ def chosen(options: Options) -> Choice | None:
             )
         return None
     _check(options)
+    _check_standbys(options, choice)
     ray_flags.check(options)
     # Made of nothing that counts: a class that does not fit, and arguments that it refuses, end the command here.
     blank = backends.BackendContext("job", "", ("127.0.0.1:1",), "", ("true",), cwd=os.getcwd(), args=choice.args)
@@ -69,13 +70,34 @@ def _check(options: Options) -> None:
         "local-nodes": options.given("local_nodes"),
         "master": options.given("master"),
         "standalone": bool(options.standalone),
-        "standby": bool(getattr(options, "standby", 0)),
     }
     for name, is_wrong in wrong.items():
         if is_wrong:
             raise SpecError(
                 name,
                 f"not with --backend {options.backend}, which starts the nodes: leave one of them out; --nnodes sizes the job",
+            )
+
+
+def _check_standbys(options: Options, choice: Choice) -> None:
+    """Refuse standbys where the nodes' scheduler has none. Raises `SpecError`."""
+    groups = [int(one.options.get("standby", 0)) for one in getattr(options, "groups", ())]
+    asked = max([getattr(options, "standby", 0), *groups])
+    if asked <= 0:
+        return
+    if choice.name != KUBERNETES:
+        raise SpecError(
+            "standby",
+            f"{asked}, but the nodes of --backend {options.backend} have none: local nodes and pods (--backend k8s) are kept warm; "
+            "leave it out",
+        )
+    for part in choice.args.split(","):
+        key, _, value = part.partition("=")
+        if value and key in {"gang", "queue"}:
+            raise SpecError(
+                "standby",
+                f"{asked}, with {key} {value}: a standby would be "
+                f"{'no part of its gang' if key == 'gang' else 'taken from the quota of MIN'}; leave one of them out",
             )
 
 

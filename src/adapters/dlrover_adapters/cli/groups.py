@@ -158,6 +158,7 @@ def _plan(options: Options, group: GroupFile, only: str) -> Plan:
         how = _how(options, own, group) if only in {"", group.name} else {"nproc": _number(own.nproc_per_node)}
         spec = {name: Setting(value, origin) for name, value in group.spec.items()}
         spec["nproc"] = Setting(how["nproc"], origin if options.job_file else options.origin("nproc_per_node"))
+        spec["standby"] = Setting(own.standby, own.origin("standby"))
         if not options.job_file:
             spec["relaunch_max"] = Setting(options.relaunch_max, options.origin("relaunch_max"))
         plan = Plan(group.name, own, spec, how)

@@ -113,6 +113,7 @@ def plan(
         backend={key: typed[key] for key in KEPT if typed[key]},
         env=dict(here.env),
         pod=_placed(template),
+        standby=any(one.standby for one in spec.groups),
         nodes_kept=budgets.nodes_kept(sizes_of(spec)),
     )
     masters.objects(made)

@@ -253,7 +253,7 @@ def _ours(ours: argparse._ArgumentGroup) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="agents kept warm on this host to take a dead node's place (default 0)",
+        help="agents kept warm to take a dead node's place, on this host or with --backend k8s in pods (default 0)",
     )
     ours.add_argument(
         "--log-bytes-max",
@@ -490,6 +490,7 @@ def group_settings(options: Options, nproc: int) -> dict[str, Setting]:
         "nodes_max": Setting(count.most, _by_size(options)),
         "nproc": Setting(nproc, options.origin("nproc_per_node")),
         "relaunch_max": Setting(options.relaunch_max, options.origin("relaunch_max")),
+        "standby": Setting(options.standby, options.origin("standby")),
         **({"unit": Setting(unit, options.origin("node_unit"))} if unit is not None else {}),
     }
 

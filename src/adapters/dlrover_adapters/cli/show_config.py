@@ -29,7 +29,10 @@ class Row(NamedTuple):
     doc: str = ""
 
 
-_UNITS = {"nodes_min": "nodes", "nodes_max": "nodes", "nproc": "workers", "unit": "nodes", "relaunch_max": "relaunches"}
+_UNITS = {
+    **{"nodes_min": "nodes", "nodes_max": "nodes", "nproc": "workers", "unit": "nodes", "relaunch_max": "relaunches"},
+    "standby": "agents",
+}
 _JOB_UNITS = {"max_restarts": "restarts"}
 
 # Options of ours that are neither in the job's spec nor in how workers are started.
@@ -37,7 +40,6 @@ _HOST = {
     "backend": "name",
     "bind": "address",
     "masters": "addresses",
-    "standby": "agents",
     "detect": "",
     "watch_grads": "",
     "check_script": "commands",
@@ -81,7 +83,6 @@ def _group(plan: groups.Plan, standard: Options, *, several: bool) -> Iterator[R
         yield Row(
             f"workers{name}", "framework", framework, "module", TORCH, origin if framework != TORCH else "default"
         )
-        yield Row(f"workers{name}", "standby", plan.options.standby, "agents", 0, plan.options.origin("standby"))
 
 
 def _fields(

@@ -1,9 +1,9 @@
 """Which pod a node is, decided once: a book that all masters of a run share, so that no node ever has two pods.
 
 A node's own pod has the node's name, and names are unique; a standby that becomes a node has a name of its own. So where there
-are standbys, what a relaunched node is to be is first written into one ConfigMap, by compare-and-swap: a standby's pod, or a pod
-of its own. Whoever comes later (the same master after a lost answer, or the next one) does what the book says, which is idempotent.
-It is decided anew only where the standby of the book is another node's by now, or has ended.
+are standbys, one ConfigMap says what each relaunched node is to be, a standby's pod or a pod of its own, and is written by
+compare-and-swap before anything else is. Whoever comes later, the same master after a lost answer or the next one, does what the
+book says, which is idempotent. It is decided anew only where that standby is another node's by now, or has ended.
 """
 
 from __future__ import annotations

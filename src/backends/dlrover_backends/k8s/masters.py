@@ -86,6 +86,7 @@ class MasterPlan:
     resources:   of the masters' container
     user:        the numeric user that the container runs as, who may write to the claim
     guard:       are NetworkPolicies made?
+    standby:     are pods kept warm? Masters need further rights for that
     nodes_kept:  nodes that a drain leaves running, to begin with; None: no budget is made
     ttl_s:       seconds after which a Job that is over is removed, with all that it owns; None: never
     uid:         of the Secret, once it is made, where that is the owner
@@ -113,6 +114,7 @@ class MasterPlan:
     )
     user: int = 1000
     guard: bool = True
+    standby: bool = False
     nodes_kept: int | None = None
     ttl_s: int | None = None
     uid: str = UID
@@ -370,6 +372,8 @@ def rules(job: MasterPlan) -> list[Rule]:
     ]
     if job.templates is not None:
         found.append(_may("", "configmaps", "get", named=job.called))
+    if job.standby:
+        found += [_may("", "pods", "patch"), _may("", "configmaps", "create", "get", "patch")]
     if _follows(job):
         found.append(_may("policy", "poddisruptionbudgets", "get", "patch", named=budget_of(job)))
     gang = job.backend.get("gang", "")

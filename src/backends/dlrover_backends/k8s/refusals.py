@@ -6,7 +6,8 @@ from dlrover_backends.k8s.errors import ApiError, Forbidden, Invalid, NotFound
 from dlrover_core.errors import LaunchRefused
 
 RIGHTS = {
-    "pods": ("create", "get", "list", "watch", "delete"),
+    "pods": ("create", "get", "list", "watch", "patch", "delete"),
+    "configmaps": ("create", "get", "patch"),
     "secrets": ("create", "get", "delete"),
     "pods/proxy": ("create", "get"),
     "podgroups": ("create", "get", "patch", "delete"),

@@ -25,7 +25,7 @@ RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (("rbac.authorization.k8s.io",), ("roles", "rolebindings"), MAKE),
     (("networking.k8s.io",), ("networkpolicies",), MAKE),
     (("policy",), ("poddisruptionbudgets",), MAKE),
-    (("",), ("pods",), ("create", "delete", *READ)),
+    (("",), ("pods",), ("create", "delete", "patch", *READ)),
     (("",), ("pods/log",), ("get",)),
     (("",), ("events",), ("create", "patch")),
     (("coordination.k8s.io",), ("leases",), ("create", "get", "update")),

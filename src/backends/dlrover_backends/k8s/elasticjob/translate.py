@@ -48,7 +48,7 @@ _KNOWN = {
 }
 _KNOWN_OF_A_GROUP = {
     *_REPLICA,
-    *("replicas", "minReplicas", "maxReplicas", "restartCount", "priority", "BatchScheduler", "template"),
+    *("replicas", "minReplicas", "maxReplicas", "standby", "restartCount", "priority", "BatchScheduler", "template"),
 }
 
 
@@ -346,6 +346,8 @@ class _Reader:
             "processes": group.nproc,
             "command": [launcher.program] if launcher is not None else list(command.words),
         }
+        if standby := self._standby(command):
+            told["standby"] = standby
         if self._replica.get("restartCount") is not None:
             told["relaunches"] = _count(self._replica["restartCount"], f"{self._at}.restartCount", least=0)
         if launcher is not None:
@@ -362,6 +364,14 @@ class _Reader:
             told |= {"coupling": "each", "uses": [one for one in self._groups if one != self._name]}
             told |= {"ends": False} if self._name == PS else {}
         return _toml(f"groups.{self._name}", told) + self._needs(resources)
+
+    def _standby(self, command: Command) -> int:
+        """Pods that are kept warm. Raises `SpecError`."""
+        found = self._replica.get("standby")
+        field = f"{self._at}.standby"
+        if found is None and command.launcher is not None and command.launcher.last("standby") is not None:
+            found, field = command.launcher.last("standby"), f"{self._at}: --standby"
+        return _count(found, field, least=0) if found is not None else 0
 
     def _needs(self, resources: _Resources) -> str:
         needs = {"memory": f"{resources.memory_mib}Mi", "cpu": f"{resources.cpu_m}m", "gpu": resources.gpus}
