@@ -145,6 +145,7 @@ def objects(job: MasterPlan) -> list[Json]:
         made.append(config(job))
     if job.guard:
         made += [_nodes_policy(job), _masters_policy(job)]
+        made += [_nodes_policy(job, names.LABEL_STANDBY, "standbys")] if job.standby else []
     if job.nodes_kept is not None:
         made.append(_budget(job))
     return [*made, job_object(job)]
@@ -411,18 +412,18 @@ def config(job: MasterPlan) -> Json:
     return _object(job, "v1", "ConfigMap", data=told)
 
 
-def _nodes_policy(job: MasterPlan) -> Json:
-    """Nodes talk with their own job's pods alone: torch's stores ask nobody for a token."""
+def _nodes_policy(job: MasterPlan, label: str = names.LABEL_NODE, called: str = "nodes") -> Json:
+    """Nodes, or standbys, talk with their own job's pods alone: torch's stores ask nobody for a token."""
     nodes: Json = {
         "matchLabels": _selected(job),
-        "matchExpressions": [{"key": names.LABEL_NODE, "operator": "Exists"}],
+        "matchExpressions": [{"key": label, "operator": "Exists"}],
     }
     spec = {
         "podSelector": nodes,
         "policyTypes": ["Ingress"],
         "ingress": [{"from": [{"podSelector": {"matchLabels": _selected(job)}}]}],
     }
-    return _object(job, "networking.k8s.io/v1", "NetworkPolicy", name=f"{job.name}-nodes", spec=spec)
+    return _object(job, "networking.k8s.io/v1", "NetworkPolicy", name=f"{job.name}-{called}", spec=spec)
 
 
 def _masters_policy(job: MasterPlan) -> Json:

@@ -56,7 +56,6 @@ ELSEWHERE: Mapping[str, str] = {
     "policy": "the file is in the nodes' image, and the masters have their own",
     "signatures": "the file is in the nodes' image, and the masters have their own",
     "log": "the operator says where the job's log is",
-    "standby": "pods are not kept warm yet",
     "detach": "the job's masters are pods",
     "job-id": "the job has the ElasticJob's name",
 }

@@ -285,6 +285,7 @@ def belongings(job: Json) -> list[str]:
         owner=owner_of(job),
         claim=claim_of(name),
         templates={},
+        standby=True,
         nodes_kept=1,
     )
     made = [*masters.objects(plan), _owned(plan, "v1", "PersistentVolumeClaim", plan.claim)]
@@ -315,6 +316,7 @@ def plan_of(thing: Mapping[str, Any], job: translate.Job, settings: Settings) ->
         annotations={"storage": settings.storage} if settings.storage else {},
         templates=job.templates,
         backend=backend,
+        standby=any(one.standby for one in job.groups),
         nodes_kept=kept,
     )
 

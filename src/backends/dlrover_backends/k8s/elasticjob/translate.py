@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from dlrover_backends.k8s import names, paths, pods
+from dlrover_backends.k8s import kueue, names, paths, pods
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.elasticjob import launchers, quantities, shapes
 from dlrover_backends.k8s.elasticjob.launchers import Command
@@ -61,6 +61,7 @@ class Group(NamedTuple):
     nproc:      workers per node
     template:   the pod of a node, with ``metadata`` and ``spec``
     gpu:        the resource that its GPUs are
+    standby:    pods that are kept warm
     """
 
     name: str
@@ -69,6 +70,7 @@ class Group(NamedTuple):
     nproc: int
     template: Json
     gpu: str
+    standby: int = 0
 
 
 class Job(NamedTuple):
@@ -121,6 +123,7 @@ def read(thing: Mapping[str, Any], lines: launchers.Lines | None = None) -> Job:
     made = [_Reader(name, key, one, spec, strategy, specs, lines).read() for key, one in specs.items()]
     for one in made:
         notes += one.notes
+    _check_standbys(thing, made)
     first = next((one for one in made if one.group.name == WORKER), made[0])
     job = Job(
         name,
@@ -136,6 +139,18 @@ def read(thing: Mapping[str, Any], lines: launchers.Lines | None = None) -> Job:
     except SpecError as error:
         raise SpecError("spec.replicaSpecs", f"masters would not take it: {error}") from error
     return job
+
+
+def _check_standbys(thing: Mapping[str, Any], made: list[_Read]) -> None:
+    """Raises `SpecError` where pods are to be kept warm beside a queue."""
+    queue = ((thing.get("metadata") or {}).get("labels") or {}).get(kueue.QUEUE_LABEL)
+    for one in made:
+        if queue and one.group.standby:
+            raise SpecError(
+                f"spec.replicaSpecs.{one.group.name}.standby",
+                f"{one.group.standby}, with the label {kueue.QUEUE_LABEL}: {queue}: a standby would be taken from the quota of "
+                "MIN; leave one of them out",
+            )
 
 
 def _notes(thing: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[str]:
@@ -205,7 +220,7 @@ class _Reader:
             self._add_variables(template["spec"]["containers"], container, most)
         nproc = self._nproc(command, resources, where, known)
         self._run(command, container, template["spec"])
-        group = Group(self._name, fewest, most, nproc, template, resources.gpu)
+        group = Group(self._name, fewest, most, nproc, template, resources.gpu, self._standby(command))
         return _Read(
             group, self._table(group, command, resources), self._words(command, fewest), tuple(self._notes(command))
         )
@@ -346,8 +361,8 @@ class _Reader:
             "processes": group.nproc,
             "command": [launcher.program] if launcher is not None else list(command.words),
         }
-        if standby := self._standby(command):
-            told["standby"] = standby
+        if group.standby:
+            told["standby"] = group.standby
         if self._replica.get("restartCount") is not None:
             told["relaunches"] = _count(self._replica["restartCount"], f"{self._at}.restartCount", least=0)
         if launcher is not None:
