@@ -88,8 +88,8 @@ def _check_standbys(options: Options, choice: Choice) -> None:
     if choice.name != KUBERNETES:
         raise SpecError(
             "standby",
-            f"{asked}, but the nodes of --backend {options.backend} have none: local nodes and pods (--backend k8s) are kept warm; "
-            "leave it out",
+            f"{asked}, but the nodes of --backend {options.backend} have none: local nodes and pods (--backend k8s) are "
+            "kept warm; leave it out",
         )
     for part in choice.args.split(","):
         key, _, value = part.partition("=")

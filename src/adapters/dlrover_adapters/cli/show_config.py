@@ -30,7 +30,11 @@ class Row(NamedTuple):
 
 
 _UNITS = {
-    **{"nodes_min": "nodes", "nodes_max": "nodes", "nproc": "workers", "unit": "nodes", "relaunch_max": "relaunches"},
+    "nodes_min": "nodes",
+    "nodes_max": "nodes",
+    "nproc": "workers",
+    "unit": "nodes",
+    "relaunch_max": "relaunches",
     "standby": "agents",
 }
 _JOB_UNITS = {"max_restarts": "restarts"}

@@ -6,7 +6,7 @@ from dlrover_backends.k8s.errors import ApiError, Forbidden, Invalid, NotFound
 from dlrover_core.errors import LaunchRefused
 
 RIGHTS = {
-    "pods": ("create", "get", "list", "watch", "patch", "delete"),
+    "pods": ("create", "get", "list", "watch", "delete"),
     "configmaps": ("create", "get", "patch"),
     "secrets": ("create", "get", "delete"),
     "pods/proxy": ("create", "get"),
@@ -47,7 +47,7 @@ def missing_right(error: ApiError) -> str:
     resource = path[place + 2] if place >= 0 and len(path) > place + 2 else path[-1]
     if place >= 0 and len(path) > place + 4:
         resource = f"{resource}/{path[place + 4]}"
-    verbs = ",".join(RIGHTS.get(resource, (error.asked.verb,)))
+    verbs = ",".join(dict.fromkeys((*RIGHTS.get(resource, ()), error.asked.verb)))
     role = f"dlrover-{resource.replace('/', '-')}"
     return (
         f"{error.message or 'no right'} (verb {error.asked.verb}, resource {resource}); grant it: kubectl -n {namespace} "

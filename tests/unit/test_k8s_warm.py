@@ -1,0 +1,322 @@
+"""Warm pods: real masters and agents, the production backend and the fake API server in virtual time; pods are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from k8s_inside import EPOCH, Inside
+from k8s_virtual import OVER, PODS, _status
+
+from dlrover_backends.k8s import names, standbys
+from dlrover_backends.k8s.client import KubernetesBackend
+from dlrover_backends.k8s.errors import ApiError
+from dlrover_core import BackendContext
+from dlrover_core.history.words import about
+from dlrover_core.job import job
+from dlrover_core.job.orders import NodeLaunch
+from dlrover_core.runtime.agent import Agent
+from dlrover_core.spec import GroupSpec, JobSpec
+from dlrover_core.testing import virtual_loop
+from dlrover_core.testing.cluster import Cluster
+from dlrover_core.testing.platform import Platform
+from dlrover_core.testing.training import MemoryLauncher, Training
+
+HERE = BackendContext("warm", "run-1", ("m:1",), "t", arguments=("a.py",), args="image=i,namespace=ml")
+
+
+class Warmed(Cluster):
+    """A cluster some of whose machines are standbys. ``boots`` are the agents' boots by their pods' names."""
+
+    def agent(self, node: NodeLaunch, host: str) -> Agent:
+        """The agent of a pod; a standby's has no name."""
+        if not node.node.startswith(standbys.STANDBY_SEAT):
+            return super().agent(node, host)
+        launcher = self.launchers[node.node] = MemoryLauncher(node.node, 1, self.training)
+        self._boots += 1
+        made = Agent(
+            "",
+            launcher=launcher,
+            dialer=self.network.dialer(node.node),
+            masters=self.addresses,
+            boot=self._boots,
+            host=host,
+            address=node.node,
+            seat=node.node,
+            duties=self.training.duties(),
+        )
+        self.agents[node.node] = made
+        return made
+
+    def training_of(self, node: str) -> Training:
+        """There is one set."""
+        return self.training
+
+
+class Kubelet:
+    """Lets each pod be a machine of its own name."""
+
+    def __init__(self, api: Inside, cluster: Cluster) -> None:
+        self.api, self.platform = api, cluster.platform
+        self._started: set[str] = set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        following = asyncio.ensure_future(self._report())
+        listed = await self.api.ask("GET", PODS)
+        query = {"resourceVersion": listed["metadata"]["resourceVersion"], "timeoutSeconds": "1000000"}
+        try:
+            async for event in self.api.watch(PODS, query, 0.0):
+                await self._look(event["type"], event["object"])
+        finally:
+            following.cancel()
+
+    async def _look(self, type_: str, pod: dict[str, Any]) -> None:
+        name = pod["metadata"]["name"]
+        if type_ == "DELETED":
+            await self.platform.stop(name, 0)
+        elif pod["metadata"].get("deletionTimestamp"):
+            await self.platform.stop(name, float(pod["metadata"]["deletionGracePeriodSeconds"]))
+        elif name not in self._started:
+            self._started.add(name)
+            node = pod["metadata"]["annotations"].get(names.NOTE_NODE) or standbys.seat_of(pod)
+            avoid = tuple(filter(None, pod["metadata"]["annotations"].get(names.NOTE_AVOID, "").split(",")))
+            await self.platform.start(name, NodeLaunch(name, node, "worker", 0, 0, 1, avoid))
+
+    async def _report(self) -> None:
+        version, machines = self.platform.snapshot()
+        for machine in machines:
+            await self._told(machine)
+        async for machine in self.platform.changes(version):
+            with contextlib.suppress(ApiError):
+                await self._told(machine)
+
+    async def _told(self, machine: Any) -> None:
+        path = f"{PODS}/{machine.name}"
+        now = await self.api.ask("GET", path)
+        if machine.phase in OVER and now["metadata"].get("deletionTimestamp"):
+            await self.api.ask("DELETE", path, body={"gracePeriodSeconds": 0})
+            return
+        if machine.waits:
+            unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
+            status = {"phase": "Pending", "conditions": [unscheduled]}
+            await self.api.ask("PATCH", f"{path}/status", body={"status": status})
+        if machine.phase == "pending":
+            return
+        if not now["spec"].get("nodeName"):
+            await self.api.ask("POST", f"{path}/binding", body={"target": {"name": machine.host or "host"}})
+        await self.api.ask("PATCH", f"{path}/status", body={"status": _status(machine)})
+
+
+class Stage:
+    """A job with standbys, and its pods."""
+
+    def __init__(self, cluster: Warmed, api: Inside) -> None:
+        self.cluster, self.api = cluster, api
+
+    def pods(self) -> dict[str, dict[str, Any]]:
+        """Living pods of nodes, by node."""
+        found = [one for one in self.api.objects("pods") if standbys.lives(one) and not standbys.is_free(one)]
+        return {one["metadata"]["annotations"][names.NOTE_NODE]: one for one in found}
+
+    def free(self) -> list[dict[str, Any]]:
+        """Free standbys that live and stay."""
+        found = [one for one in self.api.objects("pods") if standbys.is_free(one) and standbys.lives(one)]
+        return [one for one in found if "deletionTimestamp" not in one["metadata"]]
+
+    async def warm(self, count: int = 1) -> None:
+        """Wait until so many standbys answer the leader."""
+        await self.cluster.until(lambda: len(self.cluster.master.sessions.standbys) == count == len(self.free()))
+
+    def kill(self, pod: dict[str, Any], word: str = "OOMKilled") -> None:
+        """Kill a pod's processes."""
+        self.cluster.platform.kill(pod["metadata"]["name"], word)
+
+    def generation(self) -> int:
+        """The world that trains; 0: none does."""
+        world = self.cluster.state.world.worlds.get("worker")
+        return world.generation if world is not None and world.active else 0
+
+    async def steps(self) -> None:
+        """Wait for a step in the present world."""
+        done = self.cluster.training.done
+        await self.cluster.until(lambda: self.cluster.training.done > done + 1)
+
+
+def tell(
+    story: Callable[[Stage], Awaitable[None]], *, standby: int = 1, hosts: tuple[str, ...] = (), args: str = ""
+) -> None:
+    """Tell a story of a job of two nodes in virtual time."""
+
+    async def whole() -> None:
+        loop, api = asyncio.get_running_loop(), Inside()
+        api.tick()
+        here = HERE if not args else BackendContext(**{**vars(HERE), "args": f"{HERE.args},{args}"})
+
+        def made(_: Platform) -> KubernetesBackend:
+            return KubernetesBackend(here, api, now=loop.time, wall=lambda: EPOCH.timestamp() + loop.time())
+
+        spec = JobSpec("warm", (GroupSpec(nodes_min=2, nodes_max=2, nproc=1, standby=standby),))
+        cluster = Warmed(spec, training=Training(10**6, step_s=0.1), backend=made, hosts=hosts)
+        async with cluster:
+            kubelet = asyncio.ensure_future(Kubelet(api, cluster).run())
+            try:
+                await story(Stage(cluster, api))
+            finally:
+                kubelet.cancel()
+                await asyncio.gather(kubelet, return_exceptions=True)
+
+    virtual_loop.run(whole(), limit_s=40_000)
+
+
+def test_a_dead_node_is_followed_by_the_warm_pod() -> None:
+    """The standby's pod is the next incarnation, sooner than any pod boots; another standby is made; the log says so."""
+
+    async def story(on: Stage) -> None:
+        await on.warm()
+        (warm,) = on.free()
+        assert warm["metadata"]["labels"][names.LABEL_STANDBY] == "worker"
+        assert names.LABEL_NODE not in warm["metadata"]["labels"]
+        assert set(on.cluster.state.nodes.nodes) == {"worker-0-0", "worker-1-0"}, "it is no node"
+        at, before = asyncio.get_running_loop().time(), on.generation()
+        on.kill(on.pods()["worker-1-0"])
+        await on.cluster.until(lambda: on.generation() > before)
+        assert asyncio.get_running_loop().time() - at < on.cluster.platform.boot_s / 2
+        node = on.pods()["worker-1-1"]
+        assert node["metadata"]["uid"] == warm["metadata"]["uid"]
+        assert node["metadata"]["labels"][names.LABEL_INDEX] == "1"
+        assert names.LABEL_STANDBY not in node["metadata"]["labels"]
+        await on.steps()
+        await on.warm()
+        assert on.free()[0]["metadata"]["uid"] != warm["metadata"]["uid"]
+        said = [about(type(one.event)).words(one.event) for one in await on.cluster.records()]
+        assert [one for one in said if "a warm standby on" in one and "became worker-1-1" in one]
+        assert on.cluster.state.incidents.relaunches == {"worker-1": 1}
+
+    tell(story)
+
+
+def test_two_nodes_die_and_one_is_warm() -> None:
+    """One takes the standby and the other a new pod; no node has two."""
+
+    async def story(on: Stage) -> None:
+        await on.warm()
+        (warm,) = on.free()
+        for pod in on.pods().values():
+            on.kill(pod)
+        await on.cluster.until(lambda: on.generation() > 1 and on.cluster.training.done > 10)
+        found = on.pods()
+        assert set(found) == {"worker-0-1", "worker-1-1"}
+        assert [one["metadata"]["uid"] == warm["metadata"]["uid"] for one in found.values()].count(True) == 1
+        await on.warm()
+
+    tell(story)
+
+
+def test_the_next_master_names_what_was_claimed() -> None:
+    """A master dies between the claim and the name: its successor gives the name, and the pod stays the one."""
+
+    async def story(on: Stage) -> None:
+        await on.warm()
+        (warm,) = on.free()
+        asked = on.api.ask
+
+        async def dies(method: str, path: str, **rest: Any) -> dict[str, Any]:
+            answer = await asked(method, path, **rest)
+            if method == "PATCH" and path.endswith(warm["metadata"]["name"]):
+                on.api.ask = asked  # type: ignore[method-assign]
+                on.cluster.kill_master()
+                on.cluster.start_master()
+                await asyncio.sleep(3600)
+            return answer
+
+        on.api.ask = dies  # type: ignore[method-assign]
+        on.kill(on.pods()["worker-1-0"])
+        await on.cluster.until(lambda: len(on.cluster.masters) == 2 and on.generation() > 1)
+        await on.steps()
+        assert on.pods()["worker-1-1"]["metadata"]["uid"] == warm["metadata"]["uid"]
+        assert set(on.pods()) == {"worker-0-0", "worker-1-1"}
+        assert on.cluster.state.incidents.relaunches == {"worker-1": 1}
+        await on.warm()
+
+    tell(story)
+
+
+def test_a_standby_that_dies_costs_nothing() -> None:
+    """It is replaced at growing intervals; no incident opens and nothing is recorded."""
+
+    async def story(on: Stage) -> None:
+        waits = []
+        for _ in range(3):
+            await on.warm()
+            seq, at = on.cluster.state.seq, asyncio.get_running_loop().time()
+            on.kill(on.free()[0])
+            await on.cluster.until(lambda: not on.free())
+            await on.warm()
+            waits.append(asyncio.get_running_loop().time() - at)
+            assert on.cluster.state.seq == seq
+        assert waits[0] < waits[1] < waits[2]
+        assert (on.cluster.state.incidents.number, on.cluster.state.incidents.relaunches) == (0, {})
+
+    tell(story)
+
+
+def test_an_avoided_host_s_standby_is_not_taken() -> None:
+    """A standby beside the node that is moved off a host stays no standby there: the node and it are elsewhere."""
+
+    async def story(on: Stage) -> None:
+        await on.warm()
+        (warm,) = on.free()
+        host = standbys.host_of(warm)
+        backend: Any = on.cluster.master._leveller._backend  # type: ignore[union-attr]
+        owner, node = await backend._owned(), NodeLaunch("warm-worker-1-1", "worker-1-1", "worker", 1, 1, 1, (host,))
+        assert await backend._warm.take(node, owner, None, 99) is None
+        await on.cluster.until(lambda: bool(on.free()) and on.free()[0]["metadata"]["uid"] != warm["metadata"]["uid"])
+        assert on.free()[0]["metadata"]["annotations"][names.NOTE_AVOID] == host
+
+    tell(story, hosts=("a", "b", "c", "d"))
+
+
+def test_a_job_that_pauses_or_ends_has_none() -> None:
+    """Standbys go with the nodes, and come back after them."""
+
+    async def story(on: Stage) -> None:
+        await on.warm()
+        await on.cluster.leader.submit(job.SuspendJob("later", keep_nodes=False, lose=True))
+        await on.cluster.until(lambda: not on.api.objects("pods"))
+        await on.cluster.leader.submit(job.ResumeJob("now"))
+        await on.warm()
+        await on.cluster.leader.submit(job.StopJob("enough"))
+        await on.cluster.outcome()
+        await on.cluster.until(lambda: not on.free())
+
+    tell(story)
+
+
+def test_standbys_give_way_to_a_node_that_waits() -> None:
+    """There are three hosts and a standby is on the third: a node that cannot be it gets the room."""
+
+    async def story(on: Stage) -> None:
+        await on.warm()
+        (warm,) = on.free()
+        path = f"{PODS}/{warm['metadata']['name']}"
+        await on.api.ask("PATCH", path, body={"metadata": {"annotations": {names.NOTE_SHAPE: "another"}}})
+        on.kill(on.pods()["worker-1-0"])
+        await on.cluster.until(lambda: on.generation() > 1)
+        assert on.pods()["worker-1-1"]["metadata"]["uid"] != warm["metadata"]["uid"]
+        await on.steps()
+
+    tell(story, hosts=("a", "b", "c"))
+
+
+def test_a_gang_has_no_standbys() -> None:
+    """Beside a gang none is made, whatever the spec says."""
+
+    async def story(on: Stage) -> None:
+        backend = KubernetesBackend(BackendContext(**{**vars(HERE), "args": "image=i,queue=q"}), on.api)
+        assert backend._warm is None
+        await backend.close()
+
+    tell(story)
