@@ -467,7 +467,7 @@ def test_every_option_is_shown() -> None:
         "rdzv_id",
     }
     own |= {"nnodes", "nproc_per_node", "max_restarts", "on_join", "relaunch_max", "local_nodes", "shutdown_timeout"}
-    own |= {"hang_action", "hang_timeout", "slow_action", "check_slow", "precheck", "signatures", "policy"}
+    own |= {"hang_action", "hang_timeout", "slow_action", "check_slow", "precheck", "signatures", "policy", "standby"}
     own |= {
         "rdzv_backend",
         "rdzv_endpoint",

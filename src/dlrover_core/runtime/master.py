@@ -111,8 +111,7 @@ class Master:
         self._standby.folded = self._records.ring
         self.sessions = Sessions(self)
         seats = Seats(self, self.sessions) if backend is not None else None
-        if backend is None and spec.joining:
-            backend = Rendezvous(self, self.sessions)
+        backend = Rendezvous(self, self.sessions) if backend is None and spec.joining else backend
         self._leveller = Leveller(self, backend, seats) if backend is not None else None
         self._engine: Engine[JobState] | None = None
         self._pipeline: Pipeline | None = None

@@ -138,7 +138,8 @@ def plans(options: Options, only: str = "") -> tuple[Plan, ...]:
     """
     if not are_given(options):
         how = workers.settings(options)
-        return (Plan(WORKER, options, cli_options.group_settings(options, how["nproc"]), how),)
+        spec = {**cli_options.group_settings(options, how["nproc"]), "standby": _standby(options)}
+        return (Plan(WORKER, options, spec, how),)
     found = tuple(_plan(options, group, only) for group in options.groups)
     if not (only or apart(options)):
         before.check_total(
@@ -146,6 +147,10 @@ def plans(options: Options, only: str = "") -> tuple[Plan, ...]:
             sum(one.spec["nodes_max"].value + one.options.standby for one in found),
         )
     return found
+
+
+def _standby(options: Options) -> Setting:
+    return Setting(options.standby, options.origin("standby"))
 
 
 def _plan(options: Options, group: GroupFile, only: str) -> Plan:
@@ -158,7 +163,7 @@ def _plan(options: Options, group: GroupFile, only: str) -> Plan:
         how = _how(options, own, group) if only in {"", group.name} else {"nproc": _number(own.nproc_per_node)}
         spec = {name: Setting(value, origin) for name, value in group.spec.items()}
         spec["nproc"] = Setting(how["nproc"], origin if options.job_file else options.origin("nproc_per_node"))
-        spec["standby"] = Setting(own.standby, own.origin("standby"))
+        spec["standby"] = _standby(own)
         if not options.job_file:
             spec["relaunch_max"] = Setting(options.relaunch_max, options.origin("relaunch_max"))
         plan = Plan(group.name, own, spec, how)

@@ -490,7 +490,6 @@ def group_settings(options: Options, nproc: int) -> dict[str, Setting]:
         "nodes_max": Setting(count.most, _by_size(options)),
         "nproc": Setting(nproc, options.origin("nproc_per_node")),
         "relaunch_max": Setting(options.relaunch_max, options.origin("relaunch_max")),
-        "standby": Setting(options.standby, options.origin("standby")),
         **({"unit": Setting(unit, options.origin("node_unit"))} if unit is not None else {}),
     }
 
