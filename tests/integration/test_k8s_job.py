@@ -29,13 +29,13 @@ def made_ground() -> Iterator[Ground]:
 def pods(ground: Ground) -> dict[str, Any]:
     """Pods by their node's name in the job."""
     found = ground.objects("pods", namespace="train")
-    return {one["metadata"]["annotations"]["dlrover-core/node-name"]: one for one in found}
+    return {one["metadata"]["annotations"].get("dlrover-core/node-name", "standby"): one for one in found}
 
 
-def job_of(ground: Ground, folder: Path) -> Job:
+def job_of(ground: Ground, folder: Path, *more: str) -> Job:
     """A job of two pods."""
     config = ground.kubeconfig(folder / "config")
-    line = ("--backend", f"k8s:kubeconfig={config}", "--image", "trainer:1", *QUICK)
+    line = ("--backend", f"k8s:kubeconfig={config}", "--image", "trainer:1", *QUICK, *more)
     return Job(folder, *line, str(SCRIPTS / "allreducing.py"), str(folder))
 
 
@@ -58,6 +58,26 @@ def test_a_container_is_killed_for_memory(ground: Ground, tmp_path: Path) -> Non
         )
     assert ground.objects("secrets", namespace="train") == []
     ground.until(lambda: not pods(ground), BOUND_S)
+
+
+@pytest.mark.timeout(240)
+def test_a_warm_pod_takes_the_place_of_a_killed_one(ground: Ground, tmp_path: Path) -> None:
+    """Its processes are the next incarnation's, which `dlrover explain` says; another one is kept warm, and none stays behind."""
+    with job_of(ground, tmp_path, "--standby", "1") as job:
+        step = job.trains(1, beyond=3)["step"]
+        job.until(lambda status: status["standbys"] == 1, "a standby that waits for a name")
+        assert "standbys: 1 of 1 wait" in job.dlrover("status")
+        found = pods(ground)
+        assert set(found) == {"standby", "worker-0-0", "worker-1-0"}
+        assert ground.strike(lambda kubelet: kubelet.oom("train", found["worker-1-0"]["metadata"]["name"]))
+        job.until(lambda status: status["step"] > step and status["generation"] > 1, "steps after the incident")
+        assert pods(ground)["worker-1-1"]["metadata"]["uid"] == found["standby"]["metadata"]["uid"]
+        job.until(lambda status: status["standbys"] == 1, "another standby")
+        job.finish()
+        assert job.ended() == 0, job.said
+        assert "a warm standby on" in job.dlrover("explain")
+    assert ground.objects("secrets", namespace="train") == []
+    ground.until(lambda: not pods(ground) and not ground.objects("configmaps", namespace="train"), BOUND_S)
 
 
 @pytest.mark.timeout(240)

@@ -93,6 +93,25 @@ def test_job_flags_of_a_pods_line_reach_the_job(tmp_path: Path) -> None:
     assert (spec.groups[0].unit, spec.precheck) == (2, "full")
 
 
+def test_pods_that_are_kept_warm(tmp_path: Path) -> None:
+    """A group's ``standby``, or the flag of its launcher, reaches the masters, who get the rights for it; a queue has none."""
+    field, flag = (
+        lines("nanogpt", "dlrover-run train.py", standby=2),
+        lines("nanogpt", "dlrover-run --standby 1 t.py"),
+    )
+    for thing, count in ((field, 2), (flag, 1), (lines("nanogpt", "dlrover-run t.py"), 0)):
+        made = translate.read(thing)
+        assert spec_of(made, tmp_path).groups[0].standby == count
+        thing["metadata"] |= IN_CLUSTER
+        rights = masters.rules(reconcile.plan_of(thing, made, SETTINGS))
+        assert bool(count) == any(one["resources"] == ["pods"] and one["verbs"] == ["patch"] for one in rights)
+    field["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "research"}
+    with pytest.raises(
+        SpecError, match=r"spec.replicaSpecs.worker.standby: 2, with the label .*: research: a standby would"
+    ):
+        translate.read(field)
+
+
 def test_what_a_node_needs_is_the_groups(tmp_path: Path) -> None:
     """Memory, CPUs and GPUs of the container are the group's, so that a relaunch after OOM can ask for more."""
     mnist, gpt = (spec_of(translate.read(JOBS[one]), tmp_path).groups[0] for one in ("mnist", "nanogpt"))

@@ -56,6 +56,48 @@ def test_images_that_are_none(line: tuple[str, ...], said: str) -> None:
         named(*line)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (("--backend", "ray", "--standby", "1"), r"1, but the nodes of --backend ray have none: .*; leave it out"),
+        (
+            ("--backend", "k8s", "--queue", "q", "--standby", "2"),
+            r"2, with queue q: a standby would be taken from the quota",
+        ),
+        (("--backend", "k8s", "--gang", "native", "--standby", "1"), r"1, with gang native: .* no part of its gang"),
+        (("--backend", "k8s", "--standby", "-1"), "cannot be negative, got -1"),
+    ],
+)
+def test_standbys_that_cannot_be(line: tuple[str, ...], said: str) -> None:
+    """Standbys of a backend that has none, and beside a queue or a gang, are told with their number."""
+    options = cli_options.parse([*line, "train.py"])
+
+    def looked_at() -> None:
+        cli_options.check(options)
+        backends.chosen(options)
+
+    with pytest.raises(SpecError, match=said) as wrong:
+        looked_at()
+    assert wrong.value.field == "standby"
+
+
+def test_rendering_shows_standbys() -> None:
+    """A standby's pod is printed behind the nodes': without a node's name, with its group and its seat."""
+    made = rendered("--image", "t:1", "--nnodes", "2", "--standby", "1", "train.py")
+    *nodes, one = [each for each in made if each["kind"] == "Pod"]
+    assert len(nodes) == 2
+    assert one["metadata"]["labels"][names.LABEL_STANDBY] == "worker"
+    assert {names.NOTE_NAME, names.NOTE_NODE}.isdisjoint(one["metadata"]["annotations"])
+    env = {each["name"]: each for each in one["spec"]["containers"][0]["env"]}
+    assert "DLROVER_NODE" not in env
+    assert env["DLROVER_STANDBY"]["value"] == "worker"
+    assert env["DLROVER_SEAT"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.uid"
+    assert (
+        env["DLROVER_TOKEN"]
+        == {each["name"]: each for each in nodes[0]["spec"]["containers"][0]["env"]}["DLROVER_TOKEN"]
+    )
+
+
 def rendered(*line: str) -> list[dict[str, Any]]:
     """What `dlrover k8s render` prints."""
     with redirect_stdout(io.StringIO()) as out:

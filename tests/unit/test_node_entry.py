@@ -100,6 +100,21 @@ def test_a_node_of_no_group_of_the_job(tmp_path: Path, monkeypatch: pytest.Monke
         node._settings(options, node._told(dict(TOLD)))
 
 
+def test_a_standby_has_a_group_and_a_seat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a node's name it is set up as any node of its group, and says its seat; half of that is told."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    told = {key: value for key, value in TOLD.items() if key != "DLROVER_NODE"} | {"DLROVER_STANDBY": "trainer"}
+    settings = node._settings(
+        cli_options.parse(["--standby", "1", "train.py"]), node._told({**told, "DLROVER_SEAT": "u7"})
+    )
+    assert (settings.group, settings.seat) == ("trainer", "standby:u7")
+    with pytest.raises(SpecError, match=r"DLROVER_SEAT: missing, and with DLROVER_STANDBY=trainer"):
+        node._told(dict(told))
+    with pytest.raises(SpecError, match=r"beside DLROVER_NODE=trainer-3-1: leave one of them out"):
+        node._told({**TOLD, "DLROVER_STANDBY": "trainer", "DLROVER_SEAT": "u7"})
+
+
 def test_a_token_in_a_file(tmp_path: Path) -> None:
     """A mounted secret will do in place of a variable."""
     (tmp_path / "token").write_text("of-a-secret\n")

@@ -46,6 +46,8 @@ class Leveller:
 
     def __init__(self, master: Leader, backend: Backend, seats: Seats | None = None) -> None:
         self._master, self._backend, self._seats = master, backend, seats
+        if seats is not None:
+            seats.reserves = isinstance(backend, Reserving)
         self._wake = asyncio.Event()
         self._listed: dict[str, Observation] = {}
         self._known = self._clearing = False

@@ -57,6 +57,8 @@ class Sitter(NamedTuple):
 class Rendezvous:
     """The `Backend` and the `Reception` of a joining job, over its master's own sessions."""
 
+    standbys_wanted = 0
+
     def __init__(self, master: Leader, sessions: Sessions) -> None:
         self._master = master
         self._sessions = sessions

@@ -25,11 +25,12 @@ log = structlog.get_logger("dlrover.master")
 
 
 class Seats(NoStandbys):
-    """The reception of a job whose backend may keep standbys, as `GroupSpec.standby` asks."""
+    """The reception of a job whose backend may keep standbys, as `GroupSpec.standby` asks. ``reserves``: it does."""
 
     def __init__(self, master: Leader, sessions: Sessions) -> None:
         super().__init__(master, sessions)
         sessions.reception = self
+        self.reserves = False
         # The node that each seat's standby is to be, and the standbys that were told so and have not said hello again.
         self._nodes: dict[str, str] = {}
         self._promised: dict[str, Session] = {}
@@ -56,6 +57,12 @@ class Seats(NoStandbys):
 
     # ---- the reception
 
+    @property
+    def standbys_wanted(self) -> int:  # type: ignore[override]  # it varies here
+        """How many agents should wait in seats."""
+        state = self._master.state
+        return sum(one.standby for one in state.job.spec.groups) if self.reserves and state.job.run else 0
+
     def refusal(self, hello: Hello) -> Goodbye | None:
         """Agents without a node may wait in a seat, where the job has standbys; another agent's name is refused."""
         state = self._master.state
@@ -65,7 +72,7 @@ class Seats(NoStandbys):
             if rival is not None and rival.boot != hello.boot and rival.hello.seat != hello.seat:
                 return Goodbye(f"{hello.node} is another agent's by now", True, outcome=STRANGER.outcome)
             return None
-        if not hello.seat or not any(one.standby for one in state.job.spec.groups):
+        if not hello.seat or not self.standbys_wanted:
             return super().refusal(hello)
         if not state.job.live:
             return Goodbye(f"the job is {state.job.state}", True, outcome=farewell(state).outcome)

@@ -101,6 +101,11 @@ class Session:
 class Reception(Protocol):
     """Takes in agents without a node, and draws conclusions from the ends of connections."""
 
+    @property
+    def standbys_wanted(self) -> int:
+        """How many agents should wait without a node; 0: nobody says."""
+        ...
+
     def refusal(self, hello: Hello) -> Goodbye | None:
         """Why an agent is turned away although its run and node are right; None: it is not."""
         ...
@@ -124,6 +129,8 @@ class NoStandbys:
     The scheduler tells how nodes end. A connection that the agent's kernel ended, and that is not back within the longest pause
     of an agent that tries again, tells it where the scheduler is slow.
     """
+
+    standbys_wanted = 0
 
     def __init__(self, master: Leader, sessions: Sessions) -> None:
         self._master, self._sessions = master, sessions

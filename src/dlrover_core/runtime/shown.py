@@ -36,7 +36,7 @@ def shown(state: JobState, sessions: Sessions, now: int | None = None) -> dict[s
         "live": sessions.stalls.live(group),
         "agents": len(sessions),
         "standbys": len(sessions.standbys),
-        "standbys_wanted": sum(one.standby for one in state.job.spec.groups) if state.job.run else 0,
+        "standbys_wanted": sessions.reception.standbys_wanted,
         "nodes": {
             node.node: {"state": node.state, "host": node.host, "joined": node.joined}
             for node in state.nodes.nodes.values()

@@ -150,6 +150,7 @@ def waits_of(told: Told) -> tuple[Wait, ...] | None:
 def lines(told: Told) -> Iterator[str]:
     """How the job stands by what its master says, where the log cannot be read."""
     from dlrover_adapters.cli.standing import degraded
+    from dlrover_adapters.cli.standing import waiting as standbys
     from dlrover_core.history.phrases import one_line
     from dlrover_core.history.render import progress, table, waiting
     from dlrover_core.words import count
@@ -165,4 +166,4 @@ def lines(told: Told) -> Iterator[str]:
     nodes = list(dict(status.get("nodes", {})).items())
     rows = [(name, str(one.get("state", "")), one_line(str(one.get("host", "")), 64) or "-") for name, one in nodes]
     yield from table([("node", "state", "host"), *rows[:NODE_ROWS_MAX]] if rows else [])
-    yield from filter(None, [degraded(status, now)])
+    yield from filter(None, [*standbys(status), degraded(status, now)])

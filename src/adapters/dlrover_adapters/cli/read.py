@@ -169,6 +169,7 @@ async def _status(args: argparse.Namespace, source: Source) -> int:
     from dlrover_adapters.cli import live
     from dlrover_adapters.cli.detached.record import lost
     from dlrover_adapters.cli.standing import degraded, in_memory
+    from dlrover_adapters.cli.standing import waiting as standbys
     from dlrover_core.history import Headlines, render, status_of
     from dlrover_core.history.plain import plain
     from dlrover_core.job.state import FOLD
@@ -192,12 +193,13 @@ async def _status(args: argparse.Namespace, source: Source) -> int:
             "control_plane": said.control_plane if said is not None else None,
             "checkpoints": said.status.get("checkpoints", {}) if said is not None else None,
             "waits": plain(waits) if waits is not None or told.over else None,
+            "standbys": said.status.get("standbys", 0) if said is not None else None,
         }
         print(as_json({**plain(told), **levels}))
     else:
         now = time.time_ns() // 1000
         print(render.status(told, None if leader is None and said is None else now, live=steps))
-        for line in in_memory(said.status) if said is not None else ():
+        for line in (*in_memory(said.status), *standbys(said.status)) if said is not None else ():
             print(line)
         if said is not None and said.status.get("degraded"):
             print(degraded(said.status, now))

@@ -51,6 +51,13 @@ def in_memory(status: Mapping[str, Any]) -> Iterator[str]:
             yield f"{group}: step {kept['whole']} is whole in the memory of all nodes"
 
 
+def waiting(status: Mapping[str, Any]) -> Iterator[str]:
+    """How many agents wait warm for the place of a dead node, where the nodes' scheduler keeps some."""
+    wanted = int(status.get("standbys_wanted", 0))
+    if wanted:
+        yield f"standbys: {int(status.get('standbys', 0))} of {wanted} wait for the place of a dead node"
+
+
 def degraded(status: Mapping[str, Any], now_us: int) -> str:
     """Since when the control plane is degraded, and why; empty: it is not."""
     from dlrover_core.history.phrases import duration, one_line

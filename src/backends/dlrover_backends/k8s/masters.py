@@ -374,7 +374,9 @@ def rules(job: MasterPlan) -> list[Rule]:
     if job.templates is not None:
         found.append(_may("", "configmaps", "get", named=job.called))
     if job.standby:
-        found += [_may("", "pods", "patch"), _may("", "configmaps", "create", "get", "patch")]
+        claims = names.claims_name(job.job or job.name, job.run)
+        found += [_may("", "pods", "patch"), _may("", "configmaps", "create")]
+        found.append(_may("", "configmaps", "get", "patch", named=claims))
     if _follows(job):
         found.append(_may("policy", "poddisruptionbudgets", "get", "patch", named=budget_of(job)))
     gang = job.backend.get("gang", "")

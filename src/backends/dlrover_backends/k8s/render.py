@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlrover_backends.k8s import gangs, pods, settings, yaml_text
+from dlrover_backends.k8s import gangs, pods, settings, standbys, yaml_text
 from dlrover_backends.k8s.api import Json
 from dlrover_core.errors import LaunchRefused, SpecError
 from dlrover_core.job.orders import NodeLaunch
@@ -31,7 +31,10 @@ def pods_of(
     namespace: str,
     groups: tuple[GroupSize, ...] = (),
 ) -> list[Json]:
-    """The gangs of these groups and the pod of each node, of this owner. Raises `SpecError` where a pod would be refused."""
+    """The gangs of these groups, the pod of each node, and standbys, of this owner.
+
+    Raises `SpecError` where a pod would be refused.
+    """
     told = settings.read(here)
     named = {**owner, "metadata": {**owner["metadata"], "uid": UID}}
     try:
@@ -39,12 +42,28 @@ def pods_of(
         made = [pods.manifest(here, told, node, named, template) for node in nodes]
     except LaunchRefused as refused:
         raise SpecError("backend", refused.reason) from refused
+    made += [] if told.gang or told.queue else _standbys(here, told, named, template, groups)
     if told.gang:
         made = gangs.before(here, told, [node.group for node in nodes], made, groups, named)
     for one in made:
         if namespace:
             one["metadata"]["namespace"] = namespace
     return made
+
+
+def _standbys(
+    here: BackendContext,
+    told: settings.Settings,
+    owner: Json,
+    template: Json | None,
+    groups: tuple[GroupSize, ...],
+) -> list[Json]:
+    """The pods that wait warm for the places of dead nodes."""
+    return [
+        standbys.manifest(here, told, standbys.node_of(one), owner, template, number=number)
+        for one in groups
+        for number in range(one.standby)
+    ]
 
 
 def text(here: BackendContext, nodes: Sequence[NodeLaunch], groups: tuple[GroupSize, ...] = ()) -> str:
