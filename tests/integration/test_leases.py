@@ -21,6 +21,8 @@ from dlrover_core.data.ranges import Ranges
 
 LEASING = str(SCRIPTS / "leasing.py")
 LIMIT_S = 110.0
+RAISES, KILLS = 13, 29
+"""As in the script."""
 pytestmark = pytest.mark.timeout(int(LIMIT_S) + 60)
 
 
@@ -53,6 +55,21 @@ def test_each_index_once_and_the_fast_one_more(tmp_path: Path, loaders: int) -> 
         assert sum(used(tmp_path, 0).values()) > sum(used(tmp_path, 1).values())
         row = shown(job)
     assert (row["used"], row["held"], row["free"], row["again"], row["finished"]) == (size, 0, 0, 0, True)
+
+
+@pytest.mark.nightly
+def test_poison_samples_are_found_and_all_others_are_used(tmp_path: Path) -> None:
+    """One cannot be fetched, by a loader process; one kills its worker in the batch, which is halved. The short form is in
+    tests/unit/test_leased_dataset.py.
+    """
+    launch = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "3", LEASING, "120", "1", "4", "0.01")
+    with Job(tmp_path, *launch, env={"POISON": "1"}) as job:
+        assert job.ended(LIMIT_S) == 0, job.said()[-2000:]
+        found = {one["fields"]["sample"]: one["fields"]["signature"] for one in job.events("RangeQuarantined")}
+        row = shown(job)
+    assert found == {RAISES: "exception.ValueError", KILLS: "exit.sigkill"}
+    assert set(used(tmp_path)) == set(range(120)) - found.keys()
+    assert (row["finished"], row["quarantined"]) == (True, [RAISES, KILLS])
 
 
 def test_a_killed_worker_and_a_killed_node(tmp_path: Path) -> None:

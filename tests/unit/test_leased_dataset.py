@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from dlrover_adapters.agent.slot import StepSlot  # noqa: E402
 from dlrover_adapters.data import leases  # noqa: E402
 from dlrover_adapters.data.leases import Wait  # noqa: E402
-from dlrover_adapters.torch import ElasticDataset, FlashCheckpoint  # noqa: E402
+from dlrover_adapters.torch import ElasticDataset, FlashCheckpoint, steps  # noqa: E402
 from dlrover_adapters.torch.data.leased import Lent  # noqa: E402
+from dlrover_core.data.in_work import InWork  # noqa: E402
+from dlrover_core.data.poison import VARIABLE, Spot, told  # noqa: E402
 from dlrover_core.data.ranges import Span  # noqa: E402
 from dlrover_core.errors import SpecError  # noqa: E402
 from dlrover_core.job.shards import LEASE, Terms  # noqa: E402
@@ -127,6 +131,41 @@ def test_what_a_loader_process_read_ahead_does_not_count(monkeypatch: pytest.Mon
     used = [(batch.tolist(), list(parent.used)) for batch in dataset().over(sent)]
     assert used == [([0, 1], []), ([2, 3], [(0, 2)]), ([8], [(0, 2), (2, 4)])]
     assert parent.used[-1] == (8, 9)
+
+
+def test_quarantined_samples_are_left_out_and_suspected_ranges_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of which nothing is left counts without being seen; the next failure of a suspected range names half of it."""
+    spots = (Spot("eval", 1, 2), Spot("eval", 1, 8), Spot("eval", 1, 9), Spot("eval", 1, -1, 0, 4, 6))
+    monkeypatch.setenv(VARIABLE, told(spots, 1))
+    line = agent(monkeypatch, Span(0, 10), None)
+    data = dataset(shard=10, epochs=1)
+    assert [batch.tolist() for batch in data] == [[0, 1], [3], [4], [5], [6, 7]]
+    assert sorted(line.used) == [(0, 2), (2, 4), (4, 5), (5, 6), (6, 8), (8, 10)]
+    assert data.left_out == (2, 8, 9)
+
+
+def test_what_is_in_work_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The sample that is fetched, and the batch that the script has, in this process and in the parent of a loader."""
+    slot = StepSlot()
+    monkeypatch.setattr(steps, "_signal", steps.StepSignal(1, 0, str(tmp_path / "nobody"), slot.fd))
+
+    def fetch(index: int) -> Any:
+        if index == 4:
+            raise ValueError("bad sample")
+        return sample(index)
+
+    agent(monkeypatch, Span(12, 16))
+    data = dataset(shard=4, epochs=2, fetch=fetch)
+    batches = iter(data)
+    next(batches)
+    assert slot.in_work("") == InWork("eval", 1, 2, 4, -1, 8, False).text
+    with pytest.raises(ValueError, match="bad sample"):
+        next(batches)
+    assert slot.in_work("ValueError: bad sample") == InWork("eval", 1, 4, 5, 4, 8, True).text
+    for _ in data.over([Lent("one", 3, 4)]):
+        assert slot.in_work("") == InWork("eval", 0, 3, 4, 3, 8, False).text
+    assert slot.in_work("") == ""
+    slot.close()
 
 
 def test_a_sample_that_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

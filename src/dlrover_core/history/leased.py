@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dlrover_core.history.phrases import duration, one_line
+from dlrover_core.history.render_ledger import named_samples
 from dlrover_core.job.leases import KILO, Leased, Spans
 from dlrover_core.job.shards import LEASE
 from dlrover_core.job.state import JobState
@@ -50,6 +51,7 @@ class LeasedRow(NamedTuple):
     known_at:   when the newest samples were acknowledged, microseconds; 0: none were
     finished:   all of it is used
     assignment: "lease"
+    quarantined: indices of the samples that workers leave out, ascending
     """
 
     group: str
@@ -68,11 +70,22 @@ class LeasedRow(NamedTuple):
     known_at: int
     finished: bool
     assignment: str = LEASE
+    quarantined: tuple[int, ...] = ()
 
 
 def leased_of(state: JobState) -> tuple[LeasedRow, ...]:
     """The leased datasets of all groups, in the order in which they were registered."""
-    return tuple(_row(group, one) for group, datasets in state.leases.groups.items() for one in datasets.values())
+    return tuple(
+        _row(group, one)._replace(quarantined=_quarantined(state, group, one.terms.name))
+        for group, datasets in state.leases.groups.items()
+        for one in datasets.values()
+    )
+
+
+def _quarantined(state: JobState, group: str, dataset: str) -> tuple[int, ...]:
+    """What any set of the group leaves out."""
+    sets = [one for name, one in state.poison.by_set.items() if group in state.sets.groups(name)]
+    return tuple(sorted({hit.sample for one in sets for hit in one.quarantined if hit.dataset == dataset}))
 
 
 def _many(spans: Spans) -> int:
@@ -109,6 +122,8 @@ def lines(rows: tuple[LeasedRow, ...], *, over: bool = False) -> Iterator[str]:
             yield f"  {node.node} holds {node.samples:,}{pace}{asked}"
         if len(one.nodes) > SHOWN:
             yield f"  and {len(one.nodes) - SHOWN} more nodes"
+        if one.quarantined:
+            yield f"  quarantined: {named_samples(one.quarantined)}"
         if one.again:
             ranges = ", ".join(f"{start} to {end}" for start, end in one.repeated[:SHOWN])
             more = f" and {len(one.repeated) - SHOWN} more ranges" if len(one.repeated) > SHOWN else ""

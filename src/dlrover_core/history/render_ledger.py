@@ -26,7 +26,7 @@ def lines(rows: Sequence[DataRow], now: int | None = None) -> Iterator[str]:
             left = f", {duration(one.left_us)} left" if one.left_us >= 0 and now is not None else ""
             yield f"  {one.per_s:,.1f} samples/s{left}"
         if one.quarantined:
-            yield f"  quarantined: {_samples(one.quarantined)}; left out {count(one.left_out, 'time')} so far"
+            yield f"  quarantined: {named_samples(one.quarantined)}; left out {count(one.left_out, 'time')} so far"
         if one.again:
             yield f"  {count_of(one.again)} trained again after roll-backs"
         if one.broken:
@@ -39,7 +39,7 @@ def row(rows: Sequence[DataRow]) -> Iterator[str]:
     for one in rows:
         again = f", {count_of(one.again)} trained again after roll-backs" if one.again else ""
         again += (
-            f", {count(len(one.quarantined), 'sample')} quarantined ({_samples(one.quarantined)})"
+            f", {count(len(one.quarantined), 'sample')} quarantined ({named_samples(one.quarantined)})"
             if one.quarantined
             else ""
         )
@@ -47,7 +47,8 @@ def row(rows: Sequence[DataRow]) -> Iterator[str]:
         yield f"{_name(one, several=several)}: {_place(one)}, {one.samples - one.left_out:,} samples in the model{again}{broken}"
 
 
-def _samples(indices: Sequence[int]) -> str:
+def named_samples(indices: Sequence[int]) -> str:
+    """'sample 13', 'samples 13, 29'."""
     return f"{'sample' if len(indices) == 1 else 'samples'} {', '.join(map(str, indices))}"
 
 

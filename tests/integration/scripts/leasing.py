@@ -1,11 +1,14 @@
 """Workers that keep their own pace: each writes down the indices that it has used, one line a batch.
 
 leasing.py SIZE LOADERS MICRO PACES        PACES: seconds that a batch takes, by rank, as 0.01,0.03
+
+With $POISON two samples are poison: to fetch `RAISES` raises, and a batch with `KILLS` ends its worker by SIGKILL.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -15,9 +18,13 @@ from torch.utils.data import DataLoader
 
 from dlrover_adapters.torch import ElasticDataset
 
+RAISES, KILLS = 13, 29
+
 
 def sample(index: int) -> torch.Tensor:
     """A sample is its index."""
+    if index == RAISES and "POISON" in os.environ:
+        raise ValueError("a damaged record")
     return torch.tensor(index)
 
 
@@ -30,6 +37,8 @@ def main() -> None:
     loader = DataLoader(data, batch_size=None, num_workers=loaders)
     with (folder / f"used-{rank}-{os.getpid()}").open("a", buffering=1) as out:
         for batch in data.over(loader):
+            if KILLS in batch and "POISON" in os.environ:
+                os.kill(os.getpid(), signal.SIGKILL)
             out.write(" ".join(str(int(one)) for one in batch) + "\n")
             time.sleep(pace_s)
         out.write("end\n")

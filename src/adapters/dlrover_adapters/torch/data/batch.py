@@ -231,7 +231,7 @@ class ElasticBatch:
         if self._notes is None or self._data is None or self._step is None or not self._data.fixed:
             return
         if self._micro is not None and self._micro.counts:
-            self._notes.step(self._data.in_work(self._step.batch, self._micro))
+            self._notes.step(self._data.in_work(self._step.batch.epoch, self._micro.start, self._micro.end))
 
     def _note_rates(self) -> None:
         """What the schedule multiplies; of a restored optimizer it is restored, too."""

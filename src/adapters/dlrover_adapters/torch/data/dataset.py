@@ -122,7 +122,7 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         self._asked = (global_batch, micro_batch)
         self._division: Division | None = None
         self._divides = False
-        self._left = Left(name, self._order_of)
+        self.left = Left(name, self._order_of)
         self._epoch = self._position = 0
         self._begun = False
         self._iterated_in = -1
@@ -208,7 +208,7 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
                 f"dataset {self.name!r}: a step was counted after the last of {self.epochs} epochs; count each optimizer step "
                 "once, or give more epochs="
             )
-        self._left.consumed(batch)
+        self.left.consumed(batch)
         if not self._divides and (here := notes()) is not None:
             here.stepped()
         self._epoch, self._position = self._batches.after(batch)
@@ -290,16 +290,16 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
     @property
     def left_out(self) -> tuple[int, ...]:
         """The indices of the samples that are quarantined, ascending: no rank trains on them."""
-        return tuple(sorted(self._left.indices))
+        return tuple(sorted(self.left.indices))
 
     @property
     def places(self) -> tuple[Place, ...]:
         """The place in a cut, and of each quarantined sample how often it was left out."""
-        return (self.place, *self._left.places)
+        return (self.place, *self.left.places)
 
     def owns(self, name: str) -> bool:
         """Is a place of this name in a cut of this dataset?"""
-        return name == self.name or self._left.owns(name)
+        return name == self.name or self.left.owns(name)
 
     def accept_places(self, places: Mapping[str, Place]) -> str:
         """As `accept`, of all places of a cut."""
@@ -308,7 +308,7 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
     def go_on_places(self, places: Mapping[str, Place]) -> None:
         """As `go_on`, of all places of a cut."""
         self.go_on(places.get(self.name))
-        self._left.go_on(places.values())
+        self.left.go_on(places.values())
 
     @property
     def waits(self) -> bool:
@@ -407,10 +407,10 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
     def steps(self) -> Iterator[GlobalStep]:
         """The global steps from here to the end, as this rank takes them."""
         whole = steps(self._batches, self.division, self._epoch, self._position)
-        return map(self._planned, whole) if self._left.any else whole
+        return map(self._planned, whole) if self.left.any else whole
 
     def _planned(self, step: GlobalStep) -> GlobalStep:
-        return self._left.planned(step, self.size_of(step.batch.epoch), divides=self._divides)
+        return self.left.planned(step, self.size_of(step.batch.epoch), divides=self._divides)
 
     def after(self, batch: Batch) -> tuple[int, int]:
         """Epoch and position once this batch is consumed."""
@@ -418,27 +418,30 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
 
     def indices(self, batch: Batch, micro: Micro) -> list[int]:
         """The indices of a micro-batch's samples, without those that are left out."""
-        found = list(self._order_of(batch.epoch).indices(micro.start, micro.end))
-        for position in reversed(self._left.within(batch.epoch, micro.start, micro.end)):
-            del found[position - micro.start]
+        return self._indices(batch.epoch, micro.start, micro.end)
+
+    def _indices(self, epoch: int, start: int, end: int) -> list[int]:
+        found = list(self._order_of(epoch).indices(start, end))
+        for position in reversed(self.left.within(epoch, start, end)):
+            del found[position - start]
         return found
 
     def trained(self, batch: Batch, start: int, end: int) -> int:
         """Samples of these positions of a batch's epoch that are not left out."""
-        return end - start - len(self._left.within(batch.epoch, start, end))
+        return end - start - len(self.left.within(batch.epoch, start, end))
 
     def note(self, step: GlobalStep) -> None:
         """Have the agent know that this rank's share of a step is in work, in a loop without `ElasticBatch`, which says more."""
         here = notes() if self.fixed and not self._divides and step.micros[0].counts else None
         if here is not None:
-            here.step(self.in_work(step.batch, Micro(step.micros[0].start, step.micros[-1].end)))
+            here.step(self.in_work(step.batch.epoch, step.micros[0].start, step.micros[-1].end))
 
-    def in_work(self, batch: Batch, micro: Micro) -> InWork:
-        """The samples of a micro-batch, as the agent is to know them while they are in a step."""
-        out = set(self._left.within(batch.epoch, micro.start, micro.end))
-        kept = [at for at in range(micro.start, micro.end) if at not in out] if out else [micro.start, micro.end - 1]
-        index = self._order_of(batch.epoch).index(kept[0]) if kept[0] == kept[-1] else -1
-        return InWork(self.name, batch.epoch, kept[0], kept[-1] + 1, index, self.most, False)
+    def in_work(self, epoch: int, start: int, end: int) -> InWork:
+        """The samples at these positions, as the agent is to know them while they are in a step."""
+        out = set(self.left.within(epoch, start, end))
+        kept = [at for at in range(start, end) if at not in out] if out else [start, end - 1]
+        index = self._order_of(epoch).index(kept[0]) if kept[0] == kept[-1] else -1
+        return InWork(self.name, epoch, kept[0], kept[-1] + 1, index, self.most, False)
 
     def __iter__(self) -> Iterator[Any]:
         """Collated micro-batches of this rank, in order; in a loader process every n-th of them."""
@@ -494,28 +497,27 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
                 yield self._content(step.batch, micro)
 
     def _content(self, batch: Batch, micro: Micro) -> Any:
-        fetch = self._fetch.of_epoch(batch.epoch) if isinstance(self._fetch, SourceFetch) else self._fetch
-        fetching = Fetching(self.name, batch.epoch, self.most, notes())
-        at, to, index = micro.start, micro.end, -1
+        return self.made(batch.epoch, micro.start, micro.end)
+
+    def made(self, epoch: int, start: int, end: int) -> Any:
+        """The collated samples at these positions, without those that are left out."""
+        fetch = self._fetch.of_epoch(epoch) if isinstance(self._fetch, SourceFetch) else self._fetch
+        fetching = Fetching(self.name, epoch, self.most, notes())
+        at, to, index = start, end, -1
         try:
             samples = []
-            out = self._left.within(batch.epoch, micro.start, micro.end)
-            positions = (one for one in range(micro.start, micro.end) if one not in out)
-            for at, index in zip(positions, self.indices(batch, micro), strict=True):
+            out = self.left.within(epoch, start, end)
+            positions = (one for one in range(start, end) if one not in out)
+            for at, index in zip(positions, self._indices(epoch, start, end), strict=True):
                 fetching.begin(at, to := at + 1, index)
                 samples.append(self._sample(fetch, index))
-            fetching.begin(at := micro.start, to := micro.end, index := -1)
+            fetching.begin(at := start, to := end, index := -1)
             content = self._collate(samples)
         except Exception as error:
             fetching.failed(at, to, index, error)
             raise
         fetching.end()
         return content
-
-    def made(self, epoch: int, indices: Sequence[int]) -> Any:
-        """The batch of these samples."""
-        fetch = self._fetch.of_epoch(epoch) if isinstance(self._fetch, SourceFetch) else self._fetch
-        return self._collate([self._sample(fetch, index) for index in indices])
 
     def _sample(self, fetch: Callable[[int], Any], index: int) -> Any:
         found = fetch(index)

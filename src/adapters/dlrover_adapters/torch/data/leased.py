@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from dlrover_adapters.data.index_file import say
 from dlrover_adapters.data.leases import TOLD_S, LeasedIndices, Shard, Wait
+from dlrover_core.data.in_work import InWork
 from dlrover_core.data.ranges import Span
 from dlrover_core.errors import SpecError
 from dlrover_core.job.shards import CURSOR, LEASE
 
+from .noting import notes
+from .plan import Micro
+from .quarantine import Left, divided
+
 MODEL, SERVER = "model", "server"
 IDLE_S = 0.05
 """A loader process without samples says so after this time."""
-
-Content = Callable[[int, Sequence[int]], Any]
-"""Makes a batch of epoch and indices."""
 
 
 class Lent(NamedTuple):
@@ -68,8 +70,8 @@ def not_leased(name: str, what: str) -> SpecError:
 class Leased:
     """The leased half of an `ElasticDataset`. ``micro_batch``: samples of a batch, at most."""
 
-    def __init__(self, work: LeasedIndices, micro_batch: int, content: Content) -> None:
-        self.work, self.micro_batch, self._content = work, micro_batch, content
+    def __init__(self, of: Leasable, work: LeasedIndices, micro_batch: int) -> None:
+        self.work, self.micro_batch, self._of = work, micro_batch, of
         self._current: Span | None = None
         self._counted, self._iterated_in = False, -1
 
@@ -81,7 +83,7 @@ class Leased:
             if shard is None:
                 return
             for span, batch in self._batches(shard):
-                self._current = span
+                self._works(span)
                 yield batch
                 self._count_current()
 
@@ -90,10 +92,19 @@ class Leased:
         self._count_current()
         self.work.done()
 
+    def _works(self, span: Span) -> None:
+        """The script has this batch now."""
+        self._current, here = span, notes()
+        if here is not None:
+            epoch, start = divmod(span.start, self._of.size)
+            here.step(self._of.in_work(epoch, start, start + span.end - span.start))
+
     def _count_current(self) -> None:
         span, self._current = self._current, None
         if span is not None:
             self.work.used(span)
+            if (here := notes()) is not None:
+                here.stepped()
 
     def in_loader(self) -> Iterator[Lent]:
         """Batches with their positions, for `over`."""
@@ -126,7 +137,7 @@ class Leased:
                 yield one
                 continue
             if one.end:
-                self._current = Span(int(one.start), int(one.end))
+                self._works(Span(int(one.start), int(one.end)))
                 yield one.content
                 self.done()
                 began = told = time.monotonic()
@@ -135,12 +146,19 @@ class Leased:
                 say(f"dataset {self.work.terms.name!r}: {told - began:.0f} s waited for samples: {one.content}")
 
     def _batches(self, shard: Shard) -> Iterator[tuple[Span, Any]]:
-        start = shard.span.start
+        """Without samples that are quarantined; a suspected range is divided at its middle."""
+        before, start = shard.epoch * self._of.size, shard.span.start
+        first, end, left = start - before, shard.span.end - before, self._of.left
+        cuts = sorted({*range(first, end, self.micro_batch), *left.cuts(shard.epoch, first, end)})
         try:
-            for first in range(0, len(shard.indices), self.micro_batch):
-                indices = shard.indices[first : first + self.micro_batch]
-                batch = self._content(shard.epoch, indices)
-                span, start = Span(start, start + len(indices)), start + len(indices)
+            for micro in divided(Micro(first, end), cuts):
+                span = Span(before + micro.start, before + micro.end)
+                if len(left.within(shard.epoch, micro.start, micro.end)) == micro.end - micro.start:
+                    self.work.used(span)  # none of it is left
+                    start = span.end
+                    continue
+                batch = self._of.made(shard.epoch, micro.start, micro.end)
+                start = span.end
                 yield span, batch
         finally:
             self.work.put_back(Span(start, shard.span.end))
@@ -157,12 +175,17 @@ class Leasable(Protocol):
     chunk: int
     window: int
 
+    left: Left
+
     @property
     def waits(self) -> bool:
         """May a sample be waited for, as in a stream?"""
 
-    def made(self, epoch: int, indices: Sequence[int]) -> Any:
-        """The batch of these samples."""
+    def made(self, epoch: int, start: int, end: int) -> Any:
+        """The collated samples at these positions, without those that are left out."""
+
+    def in_work(self, epoch: int, start: int, end: int) -> InWork:
+        """The samples at these positions, as the agent is to know them."""
 
 
 def leased_of(of: Leasable, fingerprint: str, micro_batch: int | None, shard: int | None) -> Leased:
@@ -183,4 +206,4 @@ def leased_of(of: Leasable, fingerprint: str, micro_batch: int | None, shard: in
         shard=batch if shard is None else shard,
         fingerprint=fingerprint,
     )
-    return Leased(work, batch, of.made)
+    return Leased(of, work, batch)

@@ -89,17 +89,17 @@ class Left:
         Raises `SpecError` where nothing is left of a micro-batch of a loop that counts them.
         """
         batch = step.batch
-        cuts = self._cuts(batch) if divides else ()
+        cuts = self.cuts(batch.epoch, batch.start, batch.end) if divides else ()
         if not cuts and not self.positions(batch.epoch):
             return step
-        micros = [piece for micro in step.micros for piece in (_divided(micro, cuts) if micro.counts else (micro,))]
+        micros = [piece for micro in step.micros for piece in (divided(micro, cuts) if micro.counts else (micro,))]
         found = tuple(self._healthy(batch, one, size, divides=divides) for one in micros)
         return GlobalStep(batch, found, step.rounds + len(cuts))
 
-    def _cuts(self, batch: Batch) -> tuple[int, ...]:
-        """The positions of a batch before which a micro-batch begins: the ends and the middle of each suspected range."""
-        ranges = [(first, to) for epoch, first, to in self._suspected if epoch == batch.epoch]
-        found = {cut for first, to in ranges for cut in (first, (first + to) // 2, to) if batch.start < cut < batch.end}
+    def cuts(self, epoch: int, start: int, end: int) -> tuple[int, ...]:
+        """The positions within before which a micro-batch begins: the ends and the middle of each suspected range."""
+        ranges = [(first, to) for of, first, to in self._suspected if of == epoch]
+        found = {cut for first, to in ranges for cut in (first, (first + to) // 2, to) if start < cut < end}
         return tuple(sorted(found))
 
     def _healthy(self, batch: Batch, micro: Micro, size: int, *, divides: bool) -> Micro:
@@ -120,7 +120,8 @@ class Left:
         return Micro(stands, stands + 1, counts=False)
 
 
-def _divided(micro: Micro, cuts: Iterable[int]) -> Iterator[Micro]:
+def divided(micro: Micro, cuts: Iterable[int]) -> Iterator[Micro]:
+    """The pieces of a micro-batch that begin at these positions, ascending."""
     start = micro.start
     for cut in cuts:
         if start < cut < micro.end:
