@@ -82,7 +82,7 @@ def run(plan: Plan, folder: Path) -> dict[str, Any]:
             code = job.ended(LIMIT_S)
             rest.join(LIMIT_S)
             assert code == 0, f"it ended with {code}: {job.said()[-3000:]}"
-            return _proved(job)
+            return _proved(job) | {"committed": broker.committed("clicks", PARTITIONS)}
     finally:
         broker.stop()
 

@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from dlrover_backends.shared import process
@@ -49,8 +50,11 @@ class RayGround:
 
 
 @contextmanager
-def ray_ground(*hosts: dict[str, Any]) -> Iterator[RayGround]:
-    """A cluster with a raylet for each of ``hosts``, whose arguments they are (``num_cpus``, ``labels``, ``node_name``)."""
+def ray_ground(*hosts: dict[str, Any], env: Mapping[str, str] = MappingProxyType({})) -> Iterator[RayGround]:
+    """A cluster with a raylet for each of ``hosts``, whose arguments they are (``num_cpus``, ``labels``, ``node_name``).
+
+    ``env``: further variables, such as ``RAY_gcs_storage``
+    """
     mark = os.urandom(16).hex()
     # Not tmp_path: the address of a socket has 107 bytes.
     folder = tempfile.mkdtemp(prefix="rt-", dir="/tmp")
@@ -59,7 +63,7 @@ def ray_ground(*hosts: dict[str, Any]) -> Iterator[RayGround]:
         # Nobody's child: Ray keeps idle workers from test to test, and a test's children must end with it.
         child = subprocess.Popen(
             [shutil.which("setsid") or "setsid", "--fork", *words],
-            env={**os.environ, process.MARK: mark},
+            env={**os.environ, **env, process.MARK: mark},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
@@ -99,6 +103,13 @@ def processes_of(run: str, node: str = "") -> list[int]:
 def parent_of(pid: int) -> int:
     """The process that started this one: an agent's keeper."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def keeper_of(run: str, node: str) -> int:
+    """The process of a node's actor: the parent of its agent, which is nobody's child of the node."""
+    found = processes_of(run, node)
+    [keeper] = {parent_of(pid) for pid in found} - set(found)
+    return keeper
 
 
 def desk_of(folder: Path) -> int:

@@ -49,15 +49,23 @@ class Detached:
         assert status in {None, done.returncode}, f"{command} {' '.join(words)}: {done.returncode}\n{done.stdout}"
         return done.stdout
 
-    def start(self, job: str, *more: str, status: int = 0) -> str:
-        """Start a job whose script lies in a folder that Ray sends to the hosts; what `dlrover-run` says."""
+    def start(self, job: str, status: int = 0) -> str:
+        """Start a detached job; what `dlrover-run` says."""
+        return self.says("dlrover-run", "--detach", *self.line(job), status=status)
+
+    def attached(self, job: str) -> subprocess.Popen[bytes]:
+        """Start a job that is led beside its command."""
+        words = [str(BIN / "dlrover-run"), "--bind", "127.0.0.1", *self.line(job)]
+        return subprocess.Popen(words, env=self.env, cwd=self.folder, stdin=subprocess.DEVNULL)
+
+    def line(self, job: str) -> list[str]:
+        """A job whose script lies in a folder that Ray sends to the hosts."""
         sent = self.folder / "sent"
         sent.mkdir(exist_ok=True)
         shutil.copy(SCRIPTS / "until_told.py", sent / "train.py")
         (self.folder / "env.yaml").write_text("working_dir: sent", encoding="utf-8")
         state = ("--state-dir", str(self.folder / "state"), "--runtime-env", "env.yaml")
-        line = ("--backend", "ray", "--detach", "--job-id", job, *state, *LEAN, *more)
-        return self.says("dlrover-run", *line, "train.py", str(self.folder), status=status)
+        return ["--backend", "ray", "--job-id", job, *state, *LEAN, "train.py", str(self.folder)]
 
     def ranks(self) -> set[str]:
         """Ranks that have begun, with the ids of their processes."""
@@ -102,6 +110,39 @@ def test_masters_may_die_and_nothing_is_left(ground: RayGround, tmp_path: Path) 
     assert len(job.says("dlrover", "ray", "ls").splitlines()) == 1
     assert "no job 'kept' in this cluster" in job.says("dlrover", "status", "ray:kept", status=3)
     eventually(lambda: not processes_of(run) and not masters_of("kept"), "the end of all processes")
+
+
+@pytest.mark.nightly(
+    reason="masters that the cluster keeps, when the command is gone, are tried by day in the test above"
+)
+def test_a_driver_may_die(ground: RayGround, tmp_path: Path) -> None:
+    """The command that was typed is killed with all masters beside it: others lead in the cluster, and no rank is restarted.
+
+    That the job's end is known afterwards, and that a name is free again, is told by what the cluster keeps.
+    """
+    job = Detached(ground, tmp_path)
+    driver = job.attached("left")
+    try:
+        eventually(lambda: len(job.ranks()) == 2, "two ranks")
+        ranks = job.ranks()
+        assert "running" in job.says("dlrover", "status", "ray:left")
+        eventually(lambda: "#0" in keepers(ground), "a keeper that waits for the driver's death")
+    finally:
+        driver.kill()
+        driver.wait()
+    eventually(lambda: bool(masters_of("left")), "masters in the cluster")
+    run = run_of("left")
+    eventually(lambda: "LeaderStarted" in job.says("dlrover", "events", "ray:left", status=None), "another leader")
+    assert job.ranks() == ranks
+    (tmp_path / "end").touch()
+    eventually(lambda: "ended well" in job.says("dlrover", "status", "ray:left", status=None), "the end")
+    assert "removed" in job.says("dlrover", "stop", "ray:left")
+    assert not processes_of(run)
+
+
+def keepers(ground: RayGround) -> str:
+    """The names of the masters' keepers that run."""
+    return " ".join(ground.order("named", namespace="dlrover-masters"))
 
 
 def run_of(job: str) -> str:

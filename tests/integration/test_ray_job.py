@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from running import BIN, SCRIPTS, Job, eventually
-from tests.integration.ray_grounds import RayGround, desk_of, parent_of, processes_of, ray_ground
+from tests.integration.ray_grounds import RayGround, desk_of, keeper_of, processes_of, ray_ground
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
 QUICK = ("--bind", "127.0.0.1", "--set", "stop_grace_s=5", "--nnodes", "2")
@@ -56,13 +56,6 @@ def test_an_actor_is_killed(ground: RayGround, tmp_path: Path) -> None:
         assert "worker-1-1" in told, told
     assert len(dlrover_ray(ground, "ls").splitlines()) == 1
     assert processes_of(run) == []
-
-
-def keeper_of(run: str, node: str) -> int:
-    """The process of a node's actor: the parent of its agent, which is nobody's child of the node."""
-    found = processes_of(run, node)
-    [keeper] = {parent_of(pid) for pid in found} - set(found)
-    return keeper
 
 
 @pytest.mark.nightly(reason="clearing is tried by day in test_ray_backend, and after a good end in the test above")

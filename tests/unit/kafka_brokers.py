@@ -72,6 +72,15 @@ class Tansu:
         made = admin.NewTopic(topic, partitions, 1)
         self._admin.create_topics([made], request_timeout=LIMIT_S)[topic].result(LIMIT_S)
 
+    def committed(self, topic: str, partitions: int, group: str = "dlrover") -> int:
+        """Messages that a group has said to be consumed."""
+        asked = [confluent_kafka.TopicPartition(topic, one) for one in range(partitions)]
+        reader = confluent_kafka.Consumer({"bootstrap.servers": self.address, "group.id": group, **QUIET})
+        try:
+            return sum(max(0, one.offset) for one in reader.committed(asked, timeout=LIMIT_S))
+        finally:
+            reader.close()
+
     def delete(self, topic: str) -> None:
         """Returns when it is gone."""
         self._admin.delete_topics([topic], request_timeout=LIMIT_S)[topic].result(LIMIT_S)

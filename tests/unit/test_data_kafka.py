@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,13 +17,14 @@ pytest.importorskip("confluent_kafka")
 from kafka_brokers import Tansu, Writer, mock_broker
 from torch.utils.data import DataLoader
 
-from dlrover_adapters.data import KafkaStream
+from dlrover_adapters.data import KafkaStream, kafka
 from dlrover_adapters.data.kafka import address_of
 from dlrover_adapters.data.stream_plan import Book, Run, divided
 from dlrover_adapters.torch import ElasticStream
 from dlrover_adapters.torch.checkpoint.positions import DataSource
 from dlrover_core.data.cut import unpack
 from dlrover_core.data.streams import (
+    AccessRefused,
     Extent,
     Message,
     OffsetAhead,
@@ -201,7 +203,9 @@ def test_what_is_wrong_with_partitions_is_told(caplog: pytest.LogCaptureFixture)
     toy.extent = {"1": Extent(0, 9)}
     with pytest.raises(UnknownPartition, match=r'partition 0 is gone; it was consumed up to offset 4: .*lost="skip"'):
         train(resumed(), 1)
-    assert train(resumed("skip"), 1) == [1000, 1001, 1002, 1003]
+    caplog.clear()
+    assert train(resumed("skip"), 2) == list(range(1000, 1008))
+    assert caplog.text.count("partition 0 is gone; it was consumed up to offset 4") == 1
     toy.extent = {"0": Extent(0, 2)}
     with pytest.raises(OffsetAhead, match="made anew"):
         train(resumed(), 1)
@@ -310,6 +314,127 @@ def test_a_forked_process_has_clients_of_its_own(mock: str) -> None:
     if not child:
         os._exit(0 if [one.value for one in stream.read("0", 1, 2, 30.0)] else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+class Client:
+    """A client's consumer, of which a test changes what comes."""
+
+    def __init__(self, stream: KafkaStream, drop: Container[int] = ()) -> None:
+        self.client = stream._connected()
+        self._real, self._drop = self.client._consumer, drop
+        self.client._consumer = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def _kept(self, one: Any) -> bool:
+        return one.error() is not None or one.offset() not in self._drop
+
+    def poll(self, wait_s: float) -> Any:
+        """As the consumer's; a message that compaction has removed does not come."""
+        found = self._real.poll(wait_s)
+        return found if found is None or self._kept(found) else None
+
+    def consume(self, most: int, wait_s: float) -> list[Any]:
+        """As `poll`."""
+        return [one for one in self._real.consume(most, wait_s) if self._kept(one)]
+
+
+@pytest.mark.parametrize(
+    ("drop", "told"), [({0}, "between 0 and 3"), ({2}, "between 0 and 3"), ({3}, "between 3 and 4")]
+)
+def test_offsets_that_are_left_out_are_told(mock: str, drop: set[int], told: str) -> None:
+    """As compaction leaves them, and the end of a transaction at the end of a partition: nobody waits for what never comes."""
+    topic = f"compacted-{min(drop)}"
+    Writer(mock, topic).write(0, 4)
+    stream = KafkaStream(f"kafka://{mock}/{topic}?identity=name&log_level=0")
+    Client(stream, drop)
+    taken = 0
+
+    def read_on() -> None:
+        nonlocal taken
+        for _ in range(100):
+            taken += len(stream.values("0", taken, 4, 0.3))
+
+    with pytest.raises(StreamError, match=f"offsets are left out {told}"):
+        read_on()
+    assert taken == (3 if drop == {3} else 0)
+    stream.close()
+
+
+def test_a_partition_whose_reader_lags_is_paused_and_goes_on(mock: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is fetched again as soon as its reader waits for more than its buffer has, and after a seek."""
+    monkeypatch.setattr(kafka, "BUFFERED_MAX", 5)
+    writer = Writer(mock, "paused")
+    writer.write(0, 4)
+    writer.write(1, 20)
+    stream = KafkaStream(f"kafka://{mock}/paused?identity=name&log_level=0&fetch.message.max.bytes=200")
+    client = stream._connected()
+    assert stream.values("1", 0, 1, 30.0)
+    at = 0
+    while 1 not in client._paused:
+        at += len(stream.values("0", at, 1, 0.5))
+        writer.write(0, 1)
+    have = len(client._buffers[1])
+    assert have < 19
+    found = stream.values("1", 1, 19, 30.0)
+    assert 1 not in client._paused
+    while len(found) < 19:
+        found += stream.values("1", 1 + len(found), 19 - len(found), 30.0)
+    assert [int(one) for one in found] == list(range(5, 24))
+    client._paused.add(1)
+    client._consumer.pause([client._at(1)])
+    assert [int(one) for one in stream.values("1", 2, 3, 30.0)] == [6, 7, 8]
+    stream.close()
+
+
+def test_a_refusal_is_told_once_and_what_the_broker_says_after_counts(mock: str) -> None:
+    """A right that was given back meanwhile ends it; one that is lost ends training even while messages are waited for."""
+    Writer(mock, "rights").write(0, 2)
+    stream = KafkaStream(f"kafka://{mock}/rights?identity=name&log_level=0")
+    client = stream._connected()
+    refused = client._kafka.KafkaError(client._kafka.KafkaError.TOPIC_AUTHORIZATION_FAILED)
+    client._on_error(refused)
+    assert [int(one) for one in stream.values("0", 0, 2, 30.0)] == [0, 1]
+    client._on_error(refused)
+    with pytest.raises(AccessRefused, match="may not be read"):
+        stream.values("0", 2, 1, 0.1)
+    assert list(stream.values("0", 2, 1, 0.1)) == []
+    client._on_error(refused)
+    with pytest.raises(AccessRefused, match="may not be read"):
+        client._asked(_unavailable(client))
+    with pytest.raises(StreamUnavailable):
+        client._asked(_unavailable(client))
+    stream.close()
+
+
+def _unavailable(client: Any) -> Any:
+    def call() -> None:
+        raise client._kafka.KafkaException(client._kafka.KafkaError(client._kafka.KafkaError._ALL_BROKERS_DOWN))
+
+    return call
+
+
+def test_the_broker_is_told_what_is_on_storage(mock: str) -> None:
+    """With a checkpoint, not before: the offsets of its state. Without one, what was consumed."""
+    toy = Toy(p0=40)
+    data = ElasticStream(toy, global_batch=4)
+    source = DataSource({("data",): data})
+    source.by_storage()
+    source.stored(30)
+    train(data, 2)
+    source.due(31)
+    train(data, 2)
+    source.due(32)
+    train(data, 1)
+    assert toy.committed == []
+    source.stored(30)
+    assert toy.committed == []
+    source.stored(31)
+    assert toy.committed == [{"0": 8}]
+    source.stored(32)
+    source.stored(32)
+    assert toy.committed == [{"0": 8}, {"0": 16}]
 
 
 def test_a_topic_that_is_not_there_is_told(mock: str) -> None:

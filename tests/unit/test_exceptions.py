@@ -165,3 +165,57 @@ def test_a_traceback_that_was_cut_off_is_none() -> None:
     cut = (HEAD + FRAME.format("old", 1) * 3).splitlines()
     found = chains([*cut, *raised("KeyError", "'x'").splitlines()])
     assert [frame[0] for frame in found[0].links[0].frames] == ["/w/train.py"]
+
+
+def test_where_an_exception_is_from() -> None:
+    """The type's package and the library that raised it, without the machine's own path."""
+    text = (
+        HEAD
+        + '  File "/opt/py/lib/python3.11/multiprocessing/connection.py", line 399, in _recv\n    raise EOFError\nEOFError\n'
+    )
+    assert chains(text.splitlines())[0].links[0].origin == "EOFError:  (raised in multiprocessing/connection.py: _recv)"
+    text = HEAD + FRAME.format("train", 3) + "wandb.errors.errors.CommError: timed out\nmore\n"
+    assert chains(text.splitlines())[0].links[0].origin == "wandb.errors.errors.CommError: timed out"
+    assert chains(raised("ValueError", "bad").splitlines())[0].links[0].origin == ""
+
+
+def test_two_ranks_exceptions_in_one_line() -> None:
+    """A type that stands there twice is that type."""
+    text = HEAD + FRAME.format("train", 3) + "RuntimeErrorRuntimeError: CUDA error: x\n: CUDA error: x\n"
+    only = chains(text.splitlines())[0].links[0]
+    assert (only.name, only.message.split("\n")[0]) == ("RuntimeError", "CUDA error: x")
+
+
+@pytest.mark.parametrize("name", ["EOFError", "BrokenPipeError", "ConnectionResetError", "_pickle.UnpicklingError"])
+def test_a_closed_pipe_between_processes_is_a_consequence(name: str) -> None:
+    """Whoever reads from a process that is gone did not fail by itself; the same type elsewhere did."""
+    end = '  File "/usr/lib/python3.11/multiprocessing/connection.py", line 399, in _recv\n    x\n'
+    end += f"{name}: pickle data was truncated\n"
+    found = classify.of_exception(table(), HEAD + end)
+    assert found is not None
+    assert (found.signature, found.verdict) == ("process.peer", "CASC")
+    found = classify.of_exception(table(), raised("KeyError", "'x'") + HANDLING + HEAD + end)
+    assert found is not None
+    assert found.signature == "exception.KeyError"
+    found = classify.of_exception(table(), raised("EOFError", "Ran out of input"))
+    assert found is not None
+    assert found.signature != "process.peer"
+
+
+@pytest.mark.parametrize(
+    ("words", "signature"),
+    [
+        ("aiohttp.client_exceptions.ClientResponseError: 503, message='Service Unavailable'", "data.connection"),
+        ("httpx.HTTPStatusError: Server error '502 Bad' for url 'https://x'", "data.connection"),
+        ("openai.InternalServerError: Error code: 500 - {'error': 'x'}", "data.connection"),
+        ("some.ApiError: HTTP status 403: no", "auth.refused"),
+        ("some.ApiError: HTTP response code 404", "hub.missing"),
+        ("some.ApiError: failed with status code 429", "hub.rate_limited"),
+        ("some.ApiError: HTTP status 200: what", "exception.ApiError"),
+    ],
+)
+def test_a_servers_status_in_any_wording(words: str, signature: str) -> None:
+    """It counts beside the type."""
+    found = classify.of_exception(table(), HEAD + FRAME.format("train", 3) + words + "\n")
+    assert found is not None
+    assert found.signature == signature

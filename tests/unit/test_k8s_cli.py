@@ -108,8 +108,13 @@ def rendered(*line: str) -> list[dict[str, Any]]:
 def test_rendering_shows_what_would_be_made() -> None:
     """Every object, in the order of making, equal to what the backend makes of the same context."""
     line = ("--job-id", "pre", "--image", "a:1", "--nnodes", "2:3", "--nproc-per-node", "4", "train.py", "--lr", "1")
-    secret, *made = rendered(*line)
+    secret, policy, budget, *made = rendered(*line)
     assert (secret["kind"], [one["kind"] for one in made]) == ("Secret", ["Pod"] * 3)
+    assert (policy["kind"], budget["kind"], budget["spec"]["minAvailable"]) == (
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        2,
+    )
     here = BackendContext(
         "pre",
         kubernetes.RUN,
@@ -127,10 +132,10 @@ def test_rendering_shows_what_would_be_made() -> None:
 
 def test_rendering_in_a_namespace_with_masters() -> None:
     """What is told of the cluster and the masters is in the objects."""
-    secret, pod = rendered(
+    secret, policy, budget, pod = rendered(
         "--backend", "k8s:image=a:1,namespace=ml", "--masters", "m1:29400", "--nnodes", "1", "train.py"
     )
-    assert {one["metadata"]["namespace"] for one in (secret, pod)} == {"ml"}
+    assert {one["metadata"]["namespace"] for one in (secret, policy, budget, pod)} == {"ml"}
     env = {one["name"]: one.get("value") for one in pod["spec"]["containers"][0]["env"]}
     assert env["DLROVER_MASTERS"] == "m1:29400"
 

@@ -250,7 +250,7 @@ def test_rendering_shows_the_gang() -> None:
     """`dlrover k8s render` prints the group with MIN before the pods that name it."""
     with redirect_stdout(io.StringIO()) as out:
         assert dlrover.main(["k8s", "render", "--image", "a", "--gang", "volcano", "--nnodes", "2:3", "train.py"]) == 0
-    _, group, *pods = yaml.safe_load_all(out.getvalue())
+    _, _, _, group, *pods = yaml.safe_load_all(out.getvalue())
     assert (group["apiVersion"], group["spec"]) == ("scheduling.volcano.sh/v1beta1", {"minMember": 2})
     assert {one["metadata"]["annotations"][gangs.VOLCANO_GROUP] for one in pods} == {group["metadata"]["name"]}
     assert len(pods) == 3

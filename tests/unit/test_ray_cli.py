@@ -84,8 +84,10 @@ def test_dlrover_ray_that_is_wrong(line: tuple[str, ...], said: str, capsys: pyt
 
 def cluster_of(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
     """A cluster with one run of job ``a``, without Ray."""
-    monkeypatch.setattr("dlrover_backends.ray.masters.jobs", list)
-    monkeypatch.setattr("dlrover_backends.ray.masters.release", lambda *_: None)
+    masters = ModuleType("dlrover_backends.ray.masters")
+    vars(masters).update(jobs=list, release=lambda *_: None)
+    monkeypatch.setitem(sys.modules, masters.__name__, masters)
+    monkeypatch.delattr("dlrover_backends.ray.masters", raising=False)
     fake = ModuleType("dlrover_backends.ray.cluster")
     attributes = {"__init__": lambda self, run: setattr(self, "run", run), "connect": lambda *_: None, **methods}
     vars(fake).update(Cluster=type("Cluster", (), attributes), runs=lambda: {"dlrover:a:1": []})

@@ -409,3 +409,38 @@ def test_words_before_an_exception_that_tells_nothing_are_why() -> None:
     assert said(full + ERROR.format("", "DistBackendError: NCCL error: unhandled system error")) == "shm.full"
     broken = "RuntimeError: CUDA error: uncorrectable ECC error encountered\n"
     assert said(broken + ERROR.format("", "ValueError: bad")) == "cuda.ecc"
+
+
+def test_whoever_tells_of_a_nodes_death_is_not_on_it() -> None:
+    """Ray's driver names the dead node beside its own address."""
+    found = answer(
+        "(Worker pid=51, ip=10.4.0.32) loss: 1.9\n"
+        "(Driver pid=50, ip=10.4.0.32) The node with node id: 8f205b12 and ip: 10.4.0.103 has been marked dead because the "
+        "detector has missed too many heartbeats from it.\n"
+        "(Driver pid=50, ip=10.4.0.32) \tip: 10.4.0.103\n"
+        "(Driver pid=50, ip=10.4.0.32) The actor is dead because its node has died. Node Id: 8f205b12\n"
+    )
+    assert found.host == "10.4.0.103"
+
+
+@pytest.mark.parametrize(
+    ("words", "signature"),
+    [
+        ("died with <Signals.SIGKILL: 9>.", "exit.sigkill"),
+        ("died with <Signals.SIGSEGV: 11>.", "exit.sigsegv"),
+        ("returned non-zero exit status 134.", "exit.sigabrt"),
+    ],
+)
+def test_how_a_child_ended_in_the_words_of_whoever_ran_it(words: str, signature: str) -> None:
+    """A `CalledProcessError` passes on a signal."""
+    line = f"subprocess.CalledProcessError: Command '['python', 'train.py']' {words}"
+    assert said(f"step 7 | loss 2.1\n{ERROR.format('', line)}") == signature
+
+
+def test_an_engine_s_worker_that_was_killed() -> None:
+    """Neither the parent's closed pipe nor its words on the worker are why."""
+    pipe = (
+        '  File "/usr/lib/python3.12/multiprocessing/connection.py", line 399, in _recv\n    raise EOFError\nEOFError\n'
+    )
+    text = "Rank 0 scheduler is dead. Please check if there are relevant logs.\nExit code: -9\n"
+    assert said(f"{text}Traceback (most recent call last):\n{pipe}") == "exit.sigkill"

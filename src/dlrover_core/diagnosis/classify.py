@@ -231,11 +231,15 @@ def _ending(table: Table, tail: str, last: str, least: int) -> Hit | None:
     """What the last exception means, or the one in its chain that tells more."""
     chain = _last_chain(tail)
     raised = telling(table, chain) if chain is not None else None
-    if chain is not None and raised is not None and raised.first != chain.links[-1].first:
-        hit = _of_raised(table, raised)
-        if hit is not None and hit.signature.priority >= least:
-            return hit
-    return _telling(matcher(table).scan(last, LOG), least)
+    hit = _of_raised(table, raised) if raised is not None else None
+    if hit is not None and hit.signature.priority < least:
+        hit = None
+    if hit is not None and chain is not None and raised is not None and raised.first != chain.links[-1].first:
+        return hit
+    said = _telling(matcher(table).scan(last, LOG), least)
+    if hit is None or said is None or _raised(hit):
+        return said or hit
+    return hit if hit.signature.rank > said.signature.rank else said
 
 
 def _handled(exit_code: int, after: int) -> bool:
@@ -271,8 +275,9 @@ def _telling(hits: Sequence[Hit], least: int) -> Hit | None:
 
 def _of_raised(table: Table, raised: Raised) -> Hit | None:
     """What an exception's own words mean, type and message together."""
-    text = "\n".join(raised.text.split("\n")[:_RAISED_LINES])
-    hit = _telling(matcher(table).scan(text, ERROR), 0)
+    hit = _telling(matcher(table).scan(words_of(raised), ERROR), 0)
+    if hit is not None and hit.line == raised.origin:
+        hit = hit._replace(line=raised.text.split("\n", maxsplit=1)[0])
     named = table.get(f"exception.{raised.name}") if hit is not None and hit.signature.id.startswith(MISTAKES) else None
     if hit is None or named is None:
         return hit
@@ -285,6 +290,11 @@ def _of_raised(table: Table, raised: Raised) -> Hit | None:
     )
 
 
+def words_of(raised: Raised) -> str:
+    """What is read of an exception: the lines that say what it is, and where it is from."""
+    return "\n".join([*raised.text.split("\n")[:_RAISED_LINES], *([raised.origin] if raised.origin else ())])
+
+
 def _weight(table: Table, raised: Raised) -> int:
     """How much an exception tells: 0 a wrapper, 1 a general type or symptom, 2 a type, 3 words that are known."""
     hit = _of_raised(table, raised)
@@ -295,6 +305,8 @@ def _weight(table: Table, raised: Raised) -> int:
         return 0 if exceptions.wraps(raised) else 1
     if known.id.startswith("exception.") or known.priority < _TYPE_PRIORITY_MAX:
         return 2 if known.priority > _GENERAL_PRIORITY_MAX else 1
+    if known.verdict == CASC:
+        return 1  # what another process's end does to this one is no reason beside one
     # Of known words those that would count in one line count in one chain.
     return 2 if known.general else 3 + max(0, known.priority - PRIORITY)
 

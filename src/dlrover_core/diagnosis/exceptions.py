@@ -61,6 +61,12 @@ _HOLDS = re.compile(
 _REMOTE = re.compile(r"^(?:ray\.exceptions\.)?(RayTaskError)\([\w.]+\): ?(?=.*\bray::)")
 _TITLE = re.compile(r"^[A-Z][\w.]*$|^[a-z_]\w*(?:\.[A-Za-z_]\w*)+$")
 _TYPED = re.compile(r"(?:Error|Exception|Interrupt|Exit|Warning|Failure|Failed|Invalid|NotFound|Timeout|Killed|Group)$")
+# A library's file, without the machine's own path.
+_LIBRARY = re.compile(
+    r"(?:^|/)(?:(?:site|dist)-packages|lib(?:64)?/python\d[\d.]*|python\d[\d.]*/lib|Lib)/(?P<file>[^/].*)$"
+)
+# Two ranks' exceptions of one type, written into one line.
+_TWICE = re.compile(r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception))(?P=name)+: ")
 # What only passes on another's failure, by type; and in whose message a second exception stands.
 WRAPPERS = frozenset(
     (
@@ -95,6 +101,7 @@ class Raised(NamedTuple):
     ``first``, ``last``: the lines that it takes.
     ``link``: how it hangs together with the one before it.
     ``at``: the line of its type.
+    ``package``: where its class is from, empty if that is not told.
     """
 
     name: str
@@ -104,11 +111,26 @@ class Raised(NamedTuple):
     last: int = 0
     link: str = ALONE
     at: int = 0
+    package: str = ""
 
     @property
     def text(self) -> str:
         """The exception's own words: its type and its message."""
         return f"{self.name}: {self.message}" if self.message else self.name
+
+    @property
+    def origin(self) -> str:
+        """Where it is from, in one line: its type with the package, its first words, and which library raised it.
+
+        Empty where neither is told. `ERROR in a pipe between processes` is another failure than the same type elsewhere.
+        """
+        raised = _LIBRARY.search(self.frames[-1][0].replace("\\", "/")) if self.frames else None
+        if not self.package and raised is None:
+            return ""
+        words = self.message.split("\n", maxsplit=1)[0][:300]
+        whole = f"{self.package}.{self.name}" if self.package else self.name
+        where = f" (raised in {raised['file'][:120]}: {self.frames[-1][2][:60]})" if raised is not None else ""
+        return f"{whole}: {words}{where}"
 
 
 class Chain(NamedTuple):
@@ -264,7 +286,7 @@ def _python(lines: Sequence[str], start: int, link: str, own: frozenset[int]) ->
             found = _titled(line.strip(), sure=bool(frames))
             if found is not None:
                 last, message = _message(lines, number, found[1], indent, own)
-                return [Raised(found[0], message, tuple(frames), start, last, link, number)]
+                return [Raised(found[0], message, tuple(frames), start, last, link, number, found[2])]
             foreign += 1
         number += 1
     return None
@@ -276,22 +298,22 @@ def _alike(lines: Sequence[str], number: int) -> bool:
     return len(after) == 2 and after[0] == after[1]
 
 
-def _titled(line: str, *, sure: bool) -> tuple[str, str] | None:
-    """An exception's type and the first line of its message. ``sure``: frames came before it, so that any name may be one."""
+def _titled(line: str, *, sure: bool) -> tuple[str, str, str] | None:
+    """An exception's type, the first line of its message, and the type's package.
+
+    ``sure``: frames came before it, so that any name may be one.
+    """
+    line = _TWICE.sub(r"\g<name>: ", line, count=1)
     found = _NAME.match(line)
     if found is None or line.startswith("File "):
         return None
-    name = found["name"].rsplit(".", 1)[-1]
+    package, _, name = found["name"].rpartition(".")
     if not found["colon"] and not (_TYPED.search(name) or (sure and _TITLE.match(found["name"]))):
         return None
-    if found["colon"] and not (
-        _TYPED.search(name) or found["of"] or (sure and (name[0].isupper() or "." in found["name"]))
-    ):
+    if found["colon"] and not (_TYPED.search(name) or found["of"] or (sure and (name[0].isupper() or package))):
         return None
-    if found["of"]:
-        # Ray's own around the user's: RayTaskError(ValueError).
-        return name, found["message"] or ""
-    return name, (found["message"] or "").strip()
+    # Of Ray's own around the user's, RayTaskError(ValueError), the message stays as it is.
+    return name, (found["message"] or "") if found["of"] else (found["message"] or "").strip(), package
 
 
 def _message(lines: Sequence[str], number: int, first: str, indent: int, own: frozenset[int]) -> tuple[int, str]:

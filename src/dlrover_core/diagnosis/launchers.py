@@ -49,6 +49,8 @@ _ONE = tuple(
         r"\b[Rr]ank (?P<rank>\d+) (?:\(PID (?P<pid>\d+)\) )?(?:crashed with exit code|exited with code) (?P<code>-?\d+)",
         r"--local[_-]rank=(?P<local>\d+)\b.* died with <Signals\.(?P<name>SIG[A-Z]+)",
         r"--local[_-]rank=(?P<local>\d+)\b.* returned non-zero exit status (?P<code>\d+)",
+        r"CalledProcessError: .* died with <Signals\.(?P<name>SIG[A-Z]+)",
+        r"CalledProcessError: .* returned non-zero exit status (?P<code>-\d+|1[2-5]\d)\b",
         r"process was signaled to shutdown with signal (?P<signal>\d+) rank=(?P<rank>\d+)",
         r"-- Process (?P<rank>\d+) terminated with the following (?P<error>error)",
         r"\b[Pp]rocess (?P<rank>\d{1,5}) terminated with (?:signal (?P<name>SIG[A-Z]+)|exit code (?P<code>\d+))",

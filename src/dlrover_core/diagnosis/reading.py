@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_core.diagnosis import clock, exceptions, launchers, vocabulary, who
-from dlrover_core.diagnosis.classify import DYING, plainly
+from dlrover_core.diagnosis.classify import DYING, plainly, words_of
 from dlrover_core.diagnosis.evidence import CASC, DATA, ERROR, EXIT, KERNEL, LOG, NET, PLAT, PLATFORM, SOFT, USER
 from dlrover_core.diagnosis.exceptions import Chain
 from dlrover_core.diagnosis.matching import Hit, Matcher
@@ -67,6 +67,8 @@ TEXT_LINES_MAX = 160
 _LAUNCHES = re.compile(
     r"/torch/distributed/(?:launch|run|launcher|elastic)|/accelerate/|/deepspeed/launcher|/bin/(?:torchrun|accelerate|deepspeed)"
 )
+# How a child ended, in the words of whoever ran it.
+_CHILD = re.compile(r"\bdied with <Signals\.|\bnon-zero exit status (?:-\d|1[2-5]\d)")
 # A remote worker's address, in what Ray says of its end.
 _ACTOR_AT = re.compile(r"\n\s*ip: (\d{1,3}(?:\.\d{1,3}){3})\b")
 _IGNORED = re.compile(r"Exception ignored in|Error in atexit|Exception in thread (?:Thread|Pin)", re.IGNORECASE)
@@ -432,7 +434,7 @@ class _File:
                 its = its._replace(rank=rank, host=its.host or host)
             seen = self._placed(self._at(chain.last), ERROR, its, text, "")
             told = exceptions.telling(chain, plainly)
-            said = Matcher.best(self._matcher.scan(told.text, ERROR))
+            said = Matcher.best(self._matcher.scan(words_of(told), ERROR))
             name = said.signature.id if said is not None and said.signature.id.startswith(_ENDS) else ""
             vague = said is not None and _vague(said)
             telling = said is not None and not vague and not name
@@ -465,6 +467,8 @@ class _File:
                 if not who.host_named(line):
                     line = "\n".join(one.raw for one in self.rows[index : index + 1 + NAMED_LINES])
                 its = its if its.host else its._replace(host=who.host_named(line))
+                if hit.signature.id.startswith("ray."):  # whoever tells of a node's death is not on it
+                    its = Who(host=self._dead_node(index))
             seen = self._placed(self._at(index), source, its, hit.line.strip(), line)
             own = (
                 hit.signature.verdict in (USER, DATA, SOFT)
@@ -481,6 +485,18 @@ class _File:
             mild = waits or (source == LOG and hit.signature.verdict in (USER, DATA, SOFT, NET))
             made = _Found(index, seen, hit.signature.id, doubted, vague=_vague(hit), mild=mild)
             yield made if doubted else made._replace(seen=_last_word(made))
+
+    def _dead_node(self, index: int) -> str:
+        """The node of whose end a line, or one just before or after it, tells; empty where none is named."""
+        around = sorted(
+            range(max(0, index - NAMED_LINES), min(len(self.rows), index + 1 + NAMED_LINES)),
+            key=lambda at: abs(at - index),
+        )
+        for body in (self.rows[at].body for at in around):
+            named = who.host_named(body) or next(iter(_ACTOR_AT.findall(f"\n{body}")), "")
+            if named:
+                return named
+        return ""
 
     def _guessed(self) -> Iterator[_Found]:
         """Where nothing is known: the first words that fail, and what they are likely about."""
@@ -536,7 +552,7 @@ def _passes_on(chain: Chain) -> bool:
     """Is it a launcher's own exception about a child of its?"""
     last = chain.links[-1]
     if last.name == "CalledProcessError":
-        return any(_LAUNCHES.search(frame[0]) for frame in last.frames)
+        return _CHILD.search(last.message) is not None or any(_LAUNCHES.search(frame[0]) for frame in last.frames)
     return all(exceptions.wraps(one) for one in chain.links) and any(
         _LAUNCHES.search(frame[0]) for frame in last.frames
     )

@@ -28,8 +28,9 @@ else:  # the same library under the name it had before
 ACTIONS = ("obs", "retry", "proc", "relaunch", "isolate", "reset", "mem+", "shrink", "fail", "wait", "check")
 SCOPES = ("process", "gpu", "host", "link", "node", "job", "platform")
 # What a code may be: a process's exit code or the signal that ended it, the kernel's GPU error, an exception's type, a
-# platform's word, the system's error number, the status of a work completion of InfiniBand's, or of a call of XLA's.
-CODES = ("exit", "signal", "xid", "exception", "reason", "errno", "wc", "xla")
+# platform's word, the system's error number, the status with which a server answered, that of a work completion of InfiniBand's,
+# or of a call of XLA's.
+CODES = ("exit", "signal", "xid", "exception", "reason", "errno", "http", "wc", "xla")
 
 OWN_BYTES_MAX = 64 * 1024
 OWN_MAX = 256

@@ -133,6 +133,7 @@ _HOST_NAMED = tuple(
     re.compile(one)
     for one in (
         rf"\bNode failure on ({_HOST})",
+        r"\b[Nn]ode with (?:node |client )?id\b.{0,160}\b(?:ip|address): (\d{1,3}(?:\.\d{1,3}){3})",
         rf"\bRemote daemon *: \[\[[\d,]+\],\d+\] on node ({_HOST})",
         r"\b(?:Owner|Worker) I[Pp] address: (\d{1,3}(?:\.\d{1,3}){3})",
         rf"\b(?:STEP|JOB) [\d.]+ ON ({_HOST}) CANCELLED",

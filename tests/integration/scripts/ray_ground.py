@@ -17,6 +17,7 @@ def main() -> None:
     os.environ.update(
         RAY_TMPDIR=folder,
         XDG_STATE_HOME=folder,
+        RAY_gcs_storage_path=f"{folder}/gcs",
         RAY_USAGE_STATS_ENABLED="0",
         RAY_enable_worker_prestart="0",
         RAY_prestart_worker_first_driver="0",
@@ -65,9 +66,29 @@ def main() -> None:
         while held:
             remove_placement_group(held.pop())
 
+    def named(namespace: str) -> list[str]:
+        """The names of the living actors of a namespace."""
+        from ray._private.state import GlobalState
+        from ray._raylet import GcsClientOptions
+        from ray.core.generated import gcs_pb2
+
+        state = GlobalState()
+        where = GcsClientOptions.create(cluster.address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
+        state._initialize_global_state(where)
+        rows = state._connect_and_get_accessor().get_actor_table(None, None)
+        found = [gcs_pb2.ActorTableData.FromString(row) for row in rows]
+        return [
+            one.name for one in found if one.ray_namespace == namespace and one.state == gcs_pb2.ActorTableData.ALIVE
+        ]
+
     def answer(order: str, **told: object) -> object:
         if order in {"fill", "free"}:
             return fill() if order == "fill" else free()
+        if order == "state":  # the process that holds the cluster's state is killed, or started again
+            head = cluster.head_node
+            return head.kill_gcs_server() if told["is"] == "gone" else head.start_gcs_server()
+        if order == "named":
+            return named(str(told["namespace"]))
         if order == "add":
             return add(**told)
         if order == "remove":

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from dlrover_adapters.cli import backends, hosts, in_pod, scratch
+from dlrover_adapters.cli import backends, hosts, in_pod, ray_attached, scratch
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli.meeting import parse_endpoint
 from dlrover_core.errors import LaunchRefused, SpecError
@@ -71,7 +71,8 @@ async def _lead(options: Options, settings: Settings, token: str, port: socket.s
     how = lead.How(cli_options.shows_progress(options), cli_options.where(options), leaves=pod, pod=pod)
     showing = None if pod else asyncio.ensure_future(_show(settings, token))
     try:
-        status = await lead.supervise(settings, token, port, NoNodes(), how)
+        async with ray_attached.outlived(options, settings, token) as end:
+            status = end.status = await lead.supervise(settings, token, port, NoNodes(), how)
     finally:
         if showing is not None:
             await asyncio.wait({showing}, timeout=LAST_LINES_S)

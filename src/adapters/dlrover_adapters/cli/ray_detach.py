@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dlrover_adapters.cli import backends, groups, ray_reach
+from dlrover_adapters.cli import backends, groups, ray_attached, ray_reach
 from dlrover_adapters.cli import options as cli_options
 from dlrover_core.errors import SpecError
 
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from dlrover_backends.ray.settings import Settings
     from dlrover_core.runtime.backends import BackendContext, Choice
     from dlrover_core.spec import JobSpec
-
-MEMORY = (
-    "this cluster keeps its state in memory alone: when its head dies, Ray ends all of it within 60 s; with "
-    "RAY_gcs_storage=rocksdb or Redis training goes on (docs/ray.md)"
-)
 
 
 def run(options: Options, choice: Choice, found: Sequence[groups.Plan]) -> int:
@@ -90,7 +85,7 @@ def words_of(made: Plan, head: str, *, persistent: bool) -> list[str]:
     )
     return [
         kept,
-        *(() if persistent else (MEMORY,)),
+        *(() if persistent else (ray_attached.MEMORY,)),
         f"dlrover status|events|explain|drain {place} is for any host of the cluster; dlrover stop {place} ends and removes it",
     ]
 
@@ -147,10 +142,10 @@ def plan(options: Options, here: BackendContext, told: Settings, env: Mapping[st
         here.arguments,
         here.token,
         backend="ray:" + settings.text(told._replace(runtime_env=json.dumps(env) if env else "")),
-        env=dict(here.env),
+        env=ray_attached.passed(os.environ),
         cwd="" if env.get("working_dir") else here.cwd,
         log=log,
-        state_dir=str(options.state_dir or ""),
+        state_dir=os.path.abspath(options.state_dir) if options.state_dir else "",
         pinned="" if log else mastery.HEAD,
         keepers=2 if log else 1,
         runtime_env=dict(env),

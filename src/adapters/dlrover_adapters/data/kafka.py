@@ -128,9 +128,14 @@ class KafkaStream:
 
     def values(self, partition: str, offset: int, most: int, wait_s: float) -> list[Any]:
         """As `read`, the values alone. Raises: `StreamError`, also where offsets are left out."""
-        offsets, values, _ = self._connected().read(_number(partition), offset, most, wait_s)
+        client, number = self._connected(), _number(partition)
+        offsets, values, _ = client.read(number, offset, most, wait_s)
         if offsets and (offsets[0], offsets[-1]) != (offset, offset + len(offsets) - 1):
-            raise StreamError(f"{self.name}, partition {partition}: {HOLES.format(offset, offset + len(offsets) - 1)}")
+            raise StreamError(f"{self.name}, partition {partition}: {HOLES.format(offset, offsets[-1])}")
+        if not offsets and client.passed(number, offset):
+            raise StreamError(
+                f"{self.name}, partition {partition}: {HOLES.format(offset, client.passed(number, offset))}"
+            )
         return values
 
     def commit(self, offsets: Mapping[str, int], /) -> None:
@@ -236,6 +241,7 @@ class _Client:
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
             "auto.offset.reset": "error",
+            "enable.partition.eof": True,
         }
         try:
             self._admin = kafka.admin.AdminClient(given)
@@ -247,6 +253,7 @@ class _Client:
         self._buffers: dict[int, _Buffer] = {}
         self._next: dict[int, int] = {}
         self._paused: set[int] = set()
+        self._eof: dict[int, int] = {}
 
     def close(self) -> None:
         self._consumer.close()
@@ -309,6 +316,11 @@ class _Client:
             self._resume(number)
         return taken
 
+    def passed(self, number: int, offset: int) -> int:
+        """The end of a partition, where the client has come there without a message at ``offset`` or after; else 0."""
+        end = self._eof.get(number, 0)
+        return end if end > offset and not self._buffers[number] else 0
+
     def _known_end(self, number: int) -> int:
         """The end of a partition when it was last read from, as its leader said; 0: not known."""
         known = self._consumer.get_watermark_offsets(self._at(number), cached=True)
@@ -326,7 +338,8 @@ class _Client:
             self._asked(lambda: self._consumer.incremental_unassign([self._at(number)]))
         self._asked(lambda: self._consumer.incremental_assign([at]))
         self._buffers[number], self._next[number] = _Buffer(), offset
-        self._paused.discard(number)
+        self._resume(number)  # the client keeps a pause beyond an assignment
+        self._eof.pop(number, None)
 
     def _check(self, number: int, offset: int) -> None:
         first, end = self.extents([number])[number]
@@ -337,20 +350,24 @@ class _Client:
 
     def _fill(self, number: int, offset: int, wait_s: float) -> None:
         """Take over what has come. What is of other partitions waits for its readers."""
-        self._resume(number)
+        self._resume(number, waits=True)
         first = self._consumer.poll(wait_s)
-        if self._refused:
-            raise AccessRefused(self._refused)
         if first is None:
+            refused, self._refused = self._refused, ""  # whoever asks again hears what the broker says then
+            if refused:
+                raise AccessRefused(refused)
             return
         come = [first, *self._consumer.consume(CONSUMED_MAX - 1, 0)]
         wrong = [one for one in come if one.error() is not None]
         come = [one for one in come if one.error() is None] if wrong else come
+        self._refused = "" if come else self._refused
         whose = [one.partition() for one in come]
         for each in set(whose):
             if each in self._buffers:
                 self._buffers[each].add([one for one, its in zip(come, whose, strict=True) if its == each])
         for one in wrong:
+            if one.error().code() == self._kafka.KafkaError._PARTITION_EOF:
+                self._eof[one.partition()] = one.offset()
             self._failed(one.partition(), one.error())
         if number not in self._next:
             self._turn_to(number, offset)
@@ -363,6 +380,8 @@ class _Client:
     def _failed(self, number: int, error: Any) -> None:
         """Raises what an error event means, if it does not mend itself."""
         codes = self._kafka.KafkaError
+        if error.code() == codes._PARTITION_EOF:
+            return
         if error.code() in {codes._AUTO_OFFSET_RESET, codes.OFFSET_OUT_OF_RANGE}:
             # Its next reader looks what there is, and assigns it anew.
             if self._next.pop(number, None) is not None:
@@ -372,8 +391,9 @@ class _Client:
         if not isinstance(found, StreamUnavailable):
             raise found
 
-    def _resume(self, number: int) -> None:
-        if number in self._paused and not self._buffers[number]:
+    def _resume(self, number: int, *, waits: bool = False) -> None:
+        """Fetch a paused partition again, once its buffer is empty, or somebody waits for more than there is."""
+        if number in self._paused and (waits or not self._buffers[number]):
             self._paused.discard(number)
             self._consumer.resume([self._at(number)])
 
@@ -389,12 +409,13 @@ class _Client:
             self._refused = str(found)
 
     def _asked(self, call: Callable[[], Any]) -> Any:
+        refused, self._refused = self._refused, ""
         try:
             return call()
         except self._kafka.KafkaException as error:
-            found = self._error(error.args[0])
-            if self._refused and isinstance(found, StreamUnavailable):
-                raise AccessRefused(self._refused) from error
+            found, refused = self._error(error.args[0]), self._refused or refused
+            if refused and isinstance(found, StreamUnavailable):
+                raise AccessRefused(refused) from error
             raise found from error
 
     def _error(self, error: Any) -> StreamError:

@@ -22,6 +22,7 @@ from dlrover_backends.k8s import (
     budgets,
     endings,
     gangs,
+    guards,
     masters,
     names,
     pods,
@@ -43,10 +44,8 @@ from dlrover_core.runtime.backends import BackendContext
 
 MADE_S = 900.0
 """How long it is remembered that a pod was made: longer than any list takes."""
-RETRY_AFTER_MAX_S, TRIES = 5.0, 3
-OWNER_AGAIN_S = 0.5
-OWNER_S = 5.0
-"""For so long the owner is presumed to be as it was."""
+RETRY_AFTER_MAX_S, TRIES, OWNER_AGAIN_S, OWNER_S = 5.0, 3, 0.5, 5.0
+"""`OWNER_S`: for so long the owner is presumed to be as it was."""
 
 log = structlog.get_logger("dlrover.backend")
 
@@ -84,6 +83,7 @@ class KubernetesBackend:
         self._budget = (
             budgets.Budget(self._told.budget, self._ask, lambda: self._namespace) if self._told.budget else None
         )
+        self._guard = None if self._told.owner else guards.Guard(here, self._ask, lambda: self._namespace)
         self._ended: set[str] = set()
         self._hosts = Hosts(now)
         self._queue: queues.Queue | None = None
@@ -218,6 +218,8 @@ class KubernetesBackend:
         self._fence(token)
         if self._gangs is not None:
             await self._gangs.sized(wanted, await self._owned())
+        if self._guard is not None:
+            await self._guard.sized(wanted, await self._owned())
         if self._budget is not None:
             await self._connected()
             await self._budget.sized(wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlrover_backends.k8s import gangs, pods, settings, standbys, yaml_text
+from dlrover_backends.k8s import gangs, guards, pods, settings, standbys, yaml_text
 from dlrover_backends.k8s.api import Json
 from dlrover_core.errors import LaunchRefused, SpecError
 from dlrover_core.job.orders import NodeLaunch
@@ -16,12 +16,17 @@ UID = "set-by-the-api-server"
 
 
 def objects(here: BackendContext, nodes: Sequence[NodeLaunch], groups: tuple[GroupSize, ...] = ()) -> list[Json]:
-    """The owner of the run, its gangs, and the pod of each node. Raises `SpecError` where a pod would be refused."""
+    """The owner of the run, what guards its nodes, its gangs, and the pod of each node.
+
+    Raises `SpecError` where a pod would be refused.
+    """
     told = settings.read(here)
     owner = pods.owner_object(here)
-    if told.namespace:
-        owner["metadata"]["namespace"] = told.namespace
-    return [owner, *pods_of(here, nodes, owner, told.namespace, groups)]
+    guarding = guards.objects(here, {**owner, "metadata": {**owner["metadata"], "uid": UID}}, groups)
+    for one in (owner, *guarding):
+        if told.namespace:
+            one["metadata"]["namespace"] = told.namespace
+    return [owner, *guarding, *pods_of(here, nodes, owner, told.namespace, groups)]
 
 
 def pods_of(

@@ -18,9 +18,9 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Union
 
-from dlrover_backends.ray import faults, settings
+from dlrover_backends.ray import faults, mastery, settings
 from dlrover_backends.shared import asking, wire
-from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, SpecError
+from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage, SpecError
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.backend import Changed, Listed
 from dlrover_core.runtime.backends import TOKEN, BackendContext
@@ -102,15 +102,30 @@ class RayBackend:
         if fault:
             raise SpecError("label", f"Ray refuses it: {fault}")
 
-    async def claim(self, driver: str) -> None:
-        """Take the job's name in the cluster for this run, whose masters are at ``driver``. Raises `SpecError`, `CoreError`."""
-        fault = await self._call("claim", self._here.job, self._here.run, self._here.token, driver)
-        if fault:
-            raise SpecError("job-id", str(fault))
+    async def claim(self, driver: str) -> bool:
+        """Take the job's name in the cluster for this run, whose masters are at ``driver``. Raises `SpecError`, `CoreError`.
 
-    async def keep(self, plan: Mapping[str, Any]) -> None:
-        """Have masters kept in the cluster too: ``plan`` is `mastery.Plan.to_map`. Raises `CoreError`."""
-        await self._call("keep", dict(plan))
+        Returned is whether the cluster's state outlives the process that holds it.
+        """
+        match await self._call("claim", self._here.job, self._here.run, self._here.token, driver):
+            case ("", bool(persistent)):
+                return persistent
+            case (str(fault), _):
+                raise SpecError("job-id", fault)
+            case other:
+                raise MalformedMessage(f"the desk at {self._path()} answers {other!r}")
+
+    async def keep(self, plan: mastery.Plan) -> None:
+        """Have masters kept in the cluster too. What they are told of nodes is filled in. Raises `SpecError`, `CoreError`."""
+        env = self._env()
+        match await self._call("send", env):
+            case (str(address), dict(sent)):
+                told = self._told._replace(address=address, runtime_env=json.dumps(sent) if sent else "")
+                await self._call(
+                    "keep", {**plan.to_map(), "backend": f"ray:{settings.text(told)}", "runtime_env": sent}
+                )
+            case other:
+                raise MalformedMessage(f"the desk at {self._path()} has sent {other!r}")
 
     async def release(self) -> None:
         """Remove the masters' keepers of this run, and its claim of the job's name. Raises `CoreError`."""
@@ -143,6 +158,11 @@ class RayBackend:
 
     # ---- what is ordered
 
+    def _env(self) -> dict[str, Any]:
+        """The nodes' runtime environment: that of ``ray job submit`` below what is said here. Raises `SpecError`."""
+        ours = settings.runtime_env(self._told.runtime_env, self._here.cwd)
+        return settings.joined(settings.submitted(os.environ), ours)
+
     def _order(self, node: NodeLaunch) -> dict[str, Any]:
         """The fields of `cluster.Order`. Raises `SpecError`."""
         here, told = self._here, self._told
@@ -152,7 +172,7 @@ class RayBackend:
         asked = {"CPU": node.cpu_m / 1000, "GPU": float(node.gpus), "memory": float(node.memory_mib << 20)}
         wants.update({name: amount for name, amount in asked.items() if amount})
         wants.setdefault("CPU", float(node.nproc))
-        env = settings.joined(settings.submitted(os.environ), settings.runtime_env(told.runtime_env, here.cwd))
+        env = self._env()
         set_by_user = env.get("env_vars")
         kept = tuple(set_by_user) if isinstance(set_by_user, Mapping) else ()
         variables = {**here.environment(node), TOKEN: here.token}

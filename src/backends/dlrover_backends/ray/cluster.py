@@ -26,6 +26,8 @@ from dlrover_core.errors import CoreError
 
 NODE_ID = "ray.io/node-id"
 CLEAR_S, CLEAR_LOOK_S = 20.0, 0.1
+CLEAR_GRACE_S = 2.0
+"""An agent that is asked removes its own folder; one that is killed leaves it to the next agent on its host."""
 
 
 class Order(NamedTuple):
@@ -264,7 +266,7 @@ class Cluster:
                 if spent_s > bound_s / 2:
                     self.kill(actor.name)
                 elif actor.id not in told:
-                    self.end(actor, 0.0)
+                    self.end(actor, CLEAR_GRACE_S)
                 told.add(actor.id)
             time.sleep(CLEAR_LOOK_S)
         prefix = self.run.group("")

@@ -132,6 +132,8 @@ class Desk:
                 return ("done", await asyncio.to_thread(self._cluster.others))
             case ("claim", str(job), str(run), str(token), str(driver)):
                 return ("done", await asyncio.to_thread(_claimed, job, run, token, driver))
+            case ("send", dict(env)):
+                return ("done", (self._cluster.address, await asyncio.to_thread(self._cluster.sent, env)))
             case ("keep", dict(plan)):
                 return ("done", await asyncio.to_thread(_keep, plan))
             case ("release", str(job), str(run)):
@@ -158,15 +160,15 @@ def _label_fault(labels: dict[str, str]) -> str:
     return private.label_fault(labels)
 
 
-def _claimed(job: str, run: str, token: str, driver: str) -> str:
-    """Why the job's name cannot be this run's; empty: it is."""
+def _claimed(job: str, run: str, token: str, driver: str) -> tuple[str, bool]:
+    """Why the job's name cannot be this run's, empty: it is; and whether the cluster's state outlives its head's process."""
     from dlrover_backends.ray import masters
 
     try:
         masters.claim(job, run, token, driver)
     except masters.InUse as error:
-        return str(error)
-    return ""
+        return str(error), True
+    return "", masters.persistent()
 
 
 def _keep(plan: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import ray
@@ -86,6 +87,8 @@ def keep(plan: Plan) -> None:
     own = ray.get_runtime_context().get_node_id()
     # The driver's host comes last: its masters, or those that wait for its death, are there already.
     hosts.sort(key=lambda one: one == own)
+    if plan.driver:  # it can be seen to die on its own machine alone
+        plan = replace(plan, pinned=f"node:{ray.util.get_node_ip_address()}")
     for number in range(plan.keepers):
         if mastery.called(plan.job, number) not in there:
             _make(plan, number, hosts[number % len(hosts)])

@@ -25,13 +25,14 @@ import structlog
 
 from dlrover_backends.ray import mastery
 from dlrover_backends.ray.keeper import KILL_WAIT_S, OWN, command, raylet
-from dlrover_backends.ray.mastery import ENDS, Plan
+from dlrover_backends.ray.mastery import ENDS, EVERYWHERE, Plan
 from dlrover_backends.shared.process import LocalCommand, Started
 
 AGAIN_S, AGAIN_MAX_S = 0.5, 5.0
 CRASHES_MAX, LIVED_S = 20, 60.0
 """Ends in a row, of masters that lived shorter than that, until the job is given up."""
 HANDED_OVER, GIVEN_UP = 75, 70
+PORT_S, PORT_AGAIN_S = 10.0, 0.1
 OTHERS_S, STORE_AGAIN_S = 10.0, 0.5
 LINES, LINE_CHARS_MAX = 20, 500
 BACKEND, BIND, MASTERS = "DLROVER_MASTER_BACKEND", "DLROVER_MASTER_BIND", "DLROVER_MASTER_AT"
@@ -112,7 +113,7 @@ class MastersKeeper:
         reading, writing = os.pipe()
         try:
             self._started = Started(
-                LocalCommand(command(self._plan.argv), self._environment(), self._plan.cwd or None, output=writing)
+                LocalCommand(command(self._plan.argv), self._environment(), self._cwd(), output=writing)
             )
         except BaseException:
             os.close(reading)
@@ -143,7 +144,7 @@ class MastersKeeper:
 
     def _environment(self) -> dict[str, str]:
         plan, port = self._plan, self._port()
-        own = f"{_address()}:{port}"
+        own = f"{_address() if plan.bind == EVERYWHERE else plan.bind}:{port}"
         self._store(f"at/{self._number}", own.encode())
         found = {
             BACKEND: plan.backend,
@@ -157,13 +158,19 @@ class MastersKeeper:
         }
         return {**plan.env, **found, **({LOG: plan.log} if plan.log else {})}
 
+    def _cwd(self) -> str | None:
+        """Masters on another host than the one where the command was typed need nothing of that folder."""
+        return self._plan.cwd if Path(self._plan.cwd or "?").is_dir() else None
+
     def _port(self) -> int:
-        """The port of the masters before, if it is free: nodes know it. Else another one."""
-        known = _read(self._plan.job, f"at/{self._number}").rpartition(":")[2]
-        for port in dict.fromkeys((int(known or self._plan.port), 0)):
+        """The port of the masters before: nodes know it, and the dead hold it for a moment. Another one if it stays taken."""
+        known = int(_read(self._plan.job, f"at/{self._number}").rpartition(":")[2] or self._plan.port)
+        deadline = time.monotonic() + PORT_S
+        while known and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
-                return _free(self._plan.bind, port)
-        return 0
+                return _free(self._plan.bind, known)
+            time.sleep(PORT_AGAIN_S)
+        return _free(self._plan.bind, 0)
 
     def _all(self, own: str) -> list[str]:
         """The addresses of all keepers' masters. The others' are waited for: nodes that start now know no further ones."""

@@ -18,6 +18,8 @@ PREFIX = "masters/"
 HEAD = "node:__internal_head__"
 """The resource that Ray gives to the host of the head, and to no other one."""
 
+EVERYWHERE = "0.0.0.0"  # noqa: S104  # nodes are on other hosts, and show a token
+
 ENDS = {0: "ended well", 1: "failed", 78: "failed: its log cannot be led", 93: "failed: it made no progress"}
 """Exit statuses of masters after which no other one is started, and what they mean for the job."""
 
@@ -52,7 +54,7 @@ class Plan:
     cwd: str = ""
     log: str = field(default="", repr=False)
     state_dir: str = ""
-    bind: str = "0.0.0.0"  # noqa: S104  # nodes are on other hosts, and show a token
+    bind: str = EVERYWHERE
     port: int = 0
     driver: str = ""
     pinned: str = ""

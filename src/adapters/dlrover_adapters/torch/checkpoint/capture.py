@@ -126,8 +126,8 @@ class Capture:
             self._sources.append(StatefulSource(mine, one, large=True))
         if state is not None:
             self._sources.append(StateSource(("state",), state))
-        self._data = DataSource(named("data", data))
-        self._sources += [self._data, GeneratorSource(rank), ClassSource({**self.models, **self.optimizers})]
+        self.data = DataSource(named("data", data))
+        self._sources += [self.data, GeneratorSource(rank), ClassSource({**self.models, **self.optimizers})]
         self._chunks: list[Chunk] | None = None
         self._watched: list[tuple[Any, Any, Any, torch.Tensor, int]] = []
         self._sizes: list[tuple[int, ...]] = []
@@ -286,12 +286,12 @@ class Capture:
 
     def registered(self, vault: Vault) -> Vault:
         """The vault, once the agent knows the datasets as they are now. Raises as `DataSource.register`."""
-        self._data.register(vault)
+        self.data.register(vault)
         return vault
 
     def cut(self) -> dict[str, bytes]:
         """The position in the data, packed, by the name that it has in a blob; empty: there are no datasets."""
-        packed = self._data.cut()
+        packed = self.data.cut()
         return {CUT: packed} if packed else {}
 
     def own(self, name: str) -> bool:
@@ -303,7 +303,7 @@ class Capture:
 
         An optimizer's parameters, by name; numbers and text in ``state``; and the position in the data.
         """
-        yield from self._data.forms()
+        yield from self.data.forms()
         for source in self._sources:
             if isinstance(source, OptimizerSource):
                 yield f"{source.roots()[0]}.param_groups", repr(source.names())
@@ -357,7 +357,7 @@ class Capture:
 
         What differs and does no harm, in words. Raises `Mismatch` for another optimizer, `SpecError` for other data.
         """
-        notes: list[str] = list(self._data.accept(objects.get(CUT)))
+        notes: list[str] = list(self.data.accept(objects.get(CUT)))
         if kinds.CLASSES in objects:
             notes += self._other_classes(objects[kinds.CLASSES], objects)
         for source in self._sources:

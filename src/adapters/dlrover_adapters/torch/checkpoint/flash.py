@@ -232,6 +232,8 @@ class FlashCheckpoint:
         """Measure the cost of the step before this call."""
         flying = engine.copier.flight is not None
         control = engine.control
+        if control is not None:
+            self._capture.data.stored(control.committed - 1)
         writing = control is not None and sum(map(control.pinned, range(control.geometry.slots))) > engine.spare
         if self._returned:
             self._costs.step(began - self._returned, copying=flying or self._saved_last, writing=writing)
@@ -295,6 +297,8 @@ class FlashCheckpoint:
             self._fence()
             with _asking():
                 saved = by_hand.save(engine, step, self._call, due=due)
+            if saved and due:
+                self._capture.data.due(step)
         except Exception as error:
             if about_truth(error):
                 raise
@@ -385,6 +389,8 @@ class FlashCheckpoint:
             if Vault.here():
                 with _asking():
                     self._line = self._capture.registered(Vault.connect())
+                if self.url:
+                    self._capture.data.by_storage()
             else:
                 if self._format == "torch" and self.world > 1:
                     raise SpecError(
@@ -488,6 +494,8 @@ class FlashCheckpoint:
         engine = self._engine_now()
         with _asking():
             saved = engine.save(step, self._call, due=due, populated=populated, waits=waits)
+        if saved and due:
+            self._capture.data.due(step)
         left_out = engine.stats.skipped + engine.stats.early
         if not saved and left_out & (left_out - 1) == 0:  # the first, the second, the fourth ...
             _log.warning("step %d was not saved (%d by now): %s", step, left_out, engine.why_left_out)

@@ -61,6 +61,16 @@ class Partitioned(Protocol):
         """As `Positioned.go_on`."""
 
 
+@runtime_checkable
+class Committing(Protocol):
+    """A dataset that tells others what is consumed, as a stream tells its broker. ``by_storage``: `stored` is called."""
+
+    by_storage: bool
+
+    def stored(self, places: Mapping[str, Place]) -> None:
+        """A state on storage has consumed up to here."""
+
+
 class DataSource:
     """The datasets of a script, by path. Its only object is the cut, and that goes ways of its own."""
 
@@ -74,6 +84,8 @@ class DataSource:
                 )
         self._datasets: tuple[Positioned, ...] = tuple(given.values())
         self._registered: set[tuple[Any, ...]] = set()
+        self._due: dict[int, Mapping[str, Place]] = {}
+        self._stored: int | None = None
         self.cut()
 
     def cut(self) -> bytes:
@@ -118,6 +130,32 @@ class DataSource:
                 yield told
         if there and self._datasets:
             yield f"the checkpoint has a position in {', '.join(map(repr, there))}, which no dataset of data= has"
+
+    # ---- what storage has
+
+    def by_storage(self) -> None:
+        """From now on `stored` says what is consumed for good."""
+        for one in self._datasets:
+            if isinstance(one, Committing):
+                one.by_storage = True
+
+    def due(self, step: int) -> None:
+        """The state of this step is on its way to storage."""
+        places = {place.dataset: place for one in self._datasets for place in _places(one)}
+        if any(isinstance(one, Committing) for one in self._datasets):
+            self._due[step] = places
+
+    def stored(self, step: int) -> None:
+        """The newest step on storage; -1: none. What was there at the first call is of an earlier generation."""
+        before, self._stored = self._stored, step
+        if before is None or step <= before:
+            return
+        there = max((one for one in self._due if one <= step), default=None)
+        if there is not None:
+            for one in self._datasets:
+                if isinstance(one, Committing):
+                    one.stored(self._due[there])
+            self._due = {one: places for one, places in self._due.items() if one > step}
 
     # ---- as `Source`
 

@@ -45,7 +45,7 @@ PARTITIONS_MAX = 62
 PLANNED_MAX = 64
 """So many batches are planned at once, where there are so many messages."""
 COMMIT_S = 5.0
-"""Consumed offsets are told to the broker so often at most."""
+"""Consumed offsets are told to the broker so often at most, where no checkpoint says what is consumed for good."""
 FIRST, END = "first", "end"
 REFUSE, SKIP = "refuse", "skip"
 SEPARATOR = "/"
@@ -65,6 +65,8 @@ class ElasticStream(ElasticDataset):
     """
 
     fixed = False
+    by_storage = False
+    """Does a checkpoint call `stored`?"""
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class ElasticStream(ElasticDataset):
         self._book = Book(0, {})
         self._parse, self._begin_at, self._lost = parse, begin, lost
         self._told_at = 0.0
+        self._without: set[str] = set()
         self._failed: CoreError | None = None
         self._divided: tuple[tuple[int, int], Division] | None = None
         super().__init__(
@@ -191,10 +194,21 @@ class ElasticStream(ElasticDataset):
         super().step()
         self._book.consume(self._position)
         now = time.monotonic()
-        if now - self._told_at >= COMMIT_S and world.of_process()[0] == 0:
+        if now - self._told_at >= COMMIT_S and not self.by_storage:
             self._told_at = now
+            self._commit(self._book.offsets)
+
+    def stored(self, places: Mapping[str, Place]) -> None:
+        """A checkpoint on storage has consumed up to these places: the broker is told so."""
+        before = len(self.name + SEPARATOR)
+        offsets = {name[before:]: one.position for name, one in places.items() if self.owns(name) and name != self.name}
+        if offsets:
+            self._commit(offsets)
+
+    def _commit(self, offsets: Mapping[str, int]) -> None:
+        if world.of_process()[0] == 0:
             try:
-                self.stream.commit(self._book.offsets)
+                self.stream.commit(offsets)
             except StreamError as error:
                 _log.warning("offsets were not committed, which changes nothing for this job: %s", error)
 
@@ -348,6 +362,9 @@ class ElasticStream(ElasticDataset):
                 raise UnknownPartition(
                     f'{message}: give the stream of the checkpoint, or lost="skip" to go on without it'
                 )
+            if one not in self._without:
+                self._without.add(one)
+                _log.warning("%s", message)
         return found
 
 

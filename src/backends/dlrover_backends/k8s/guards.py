@@ -1,0 +1,105 @@
+"""What guards the nodes of an attached job: other pods cannot reach them, and a drain leaves those that the job needs.
+
+Masters in pods come with both (`masters`). An attached job makes them itself, where it may: they belong to the run's Secret, and
+go with it. Torch's stores ask nobody for a token, so nodes are reached from pods of their own job alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import structlog
+
+from dlrover_backends.k8s import names
+from dlrover_backends.k8s.api import Json
+from dlrover_backends.k8s.budgets import nodes_kept
+from dlrover_backends.k8s.errors import Conflict, Forbidden, Invalid, NotFound
+from dlrover_backends.k8s.gangs import Ask
+from dlrover_backends.k8s.paths import PLURALS
+from dlrover_backends.k8s.refusals import missing_right
+from dlrover_core.runtime.backend import ENDS, GroupSize, Wanted
+from dlrover_core.runtime.backends import BackendContext
+
+POLICY, BUDGET = "networking.k8s.io/v1", "policy/v1"
+_WITHOUT = {
+    "NetworkPolicy": "other pods may reach this job's nodes",
+    "PodDisruptionBudget": "a drain may take all of this job's nodes at once",
+}
+
+log = structlog.get_logger("dlrover.backend")
+
+
+def objects(here: BackendContext, owner: Json, groups: Iterable[GroupSize]) -> list[Json]:
+    """The NetworkPolicy and the PodDisruptionBudget of a job of these sizes."""
+    labels = names.labels(here.job, here.run)
+    nodes = {"matchLabels": labels, "matchExpressions": [{"key": names.LABEL_NODE, "operator": "Exists"}]}
+    inside = {"from": [{"podSelector": {"matchLabels": labels}}]}
+    budget = {"minAvailable": nodes_kept(groups), "selector": nodes, "unhealthyPodEvictionPolicy": "AlwaysAllow"}
+    return [
+        _object(
+            here,
+            owner,
+            POLICY,
+            "NetworkPolicy",
+            {"podSelector": nodes, "policyTypes": ["Ingress"], "ingress": [inside]},
+        ),
+        _object(here, owner, BUDGET, "PodDisruptionBudget", budget),
+    ]
+
+
+def _object(here: BackendContext, owner: Json, version: str, kind: str, spec: Json) -> Json:
+    reference = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "name": owner["metadata"]["name"],
+        "uid": owner["metadata"].get("uid", ""),
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }
+    metadata = {
+        "name": owner["metadata"]["name"],
+        "labels": names.labels(here.job, here.run),
+        "annotations": {names.NOTE_JOB: here.job},
+        "ownerReferences": [reference],
+    }
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
+
+
+class Guard:
+    """The guards of a run.
+
+    here:  the run
+    ask:   sends a request, as `Api.ask`
+    where: the namespace, once it is known
+    """
+
+    def __init__(self, here: BackendContext, ask: Ask, where: Callable[[], str]) -> None:
+        self._here, self._ask, self._where = here, ask, where
+        self._made: dict[str, Json] = {}
+
+    async def sized(self, wanted: Wanted, owner: Json) -> None:
+        """Make what there is not, and let the budget follow the sizes. A right that is missing is told, and is in nobody's way.
+
+        Raises `ApiError` for what may mend itself.
+        """
+        if wanted.state in ENDS:
+            return
+        for one in objects(self._here, owner, wanted.groups):
+            if self._made.get(one["kind"]) == one["spec"]:
+                continue
+            try:
+                await self._make(one)
+            except (Forbidden, Invalid, NotFound) as error:
+                why = missing_right(error) if isinstance(error, Forbidden) else str(error)
+                log.warning(_WITHOUT[one["kind"]], kind=one["kind"], error=why)
+            self._made[one["kind"]] = one["spec"]
+
+    async def _make(self, one: Json) -> None:
+        path = f"/apis/{one['apiVersion']}/namespaces/{self._where()}/{PLURALS[one['kind']]}"
+        if one["kind"] not in self._made:
+            try:
+                await self._ask("POST", path, one)
+                return
+            except Conflict:  # of a master before this one
+                pass
+        await self._ask("PATCH", f"{path}/{one['metadata']['name']}", {"spec": one["spec"]})
