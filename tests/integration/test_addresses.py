@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from running import WITHOUT_TORCH, Job, eventually
 
 SCRIPTS = Path(__file__).parent / "scripts" / "roles"
@@ -110,4 +111,53 @@ def test_three_groups_find_each_other_whoever_dies(tmp_path: Path) -> None:
         assert [one["fields"]["set"] for one in job.events("SetGivenUp")] == ["evaluator"]
         worlds = [one["fields"]["group"] for one in job.events("WorldFormed")]
         assert sorted(worlds) == ["evaluator", "rollout-0", "rollout-0", "rollout-1", *["trainer"] * 3]
+        assert job.left() == []
+
+
+TASKS = """
+preload = []
+
+[groups.ps]
+program = "{scripts}/task.py"
+framework = "dlrover_adapters.plain.tf_config"
+store = false
+nodes = 2
+coupling = "each"
+uses = ["ps", "worker"]
+ends = false
+env = {{ DLROVER_TF_CLUSTER = "ps=2,worker=1" }}
+
+[groups.worker]
+program = "{scripts}/task.py"
+framework = "dlrover_adapters.plain.tf_config"
+store = false
+nodes = 1
+coupling = "each"
+uses = ["ps", "worker"]
+env = {{ DLROVER_TF_CLUSTER = "ps=2,worker=1" }}
+"""
+
+
+@pytest.mark.nightly(reason="what a task is told, and when, is tried by day in tests/unit/test_tf_config.py")
+def test_tasks_of_tensorflow_find_each_other(tmp_path: Path) -> None:
+    """Each has one TF_CONFIG, and listens where it says though its agent keeps a port; one that comes back has the same again."""
+    (tmp_path / "job.toml").write_text(TASKS.format(scripts=SCRIPTS))
+    told, everybody = Told(tmp_path), ("ps0", "ps1", "worker0")
+    with Job(tmp_path, "--job", str(tmp_path / "job.toml"), env=WITHOUT_TORCH) as job:
+        first = {who: told.until_begun(who, 1) for who in everybody}
+        told.until_met("worker0", {first["ps0"], first["ps1"]})
+        configs = {who: told.lines(who, "told")[0]["told"] for who in everybody}
+        assert len({json.dumps(one["cluster"]) for one in configs.values()}) == 1
+        assert {kind: len(those) for kind, those in configs["ps0"]["cluster"].items()} == {"ps": 2, "worker": 1}
+        assert configs["ps1"]["task"] == {"type": "ps", "index": 1}
+
+        os.kill(first["ps1"], signal.SIGKILL)
+        told.until_begun("ps1", 2)
+        os.kill(first["worker0"], signal.SIGKILL)
+        told.until_begun("worker0", 2)
+        told.until_met("worker0", {first["ps0"], told.pids("ps1")[1]})
+        assert told.lines("ps1", "told")[1]["told"] == configs["ps1"]
+        assert told.pids("ps0") == [first["ps0"]]
+        job.finish()
+        assert job.ended() == 0
         assert job.left() == []

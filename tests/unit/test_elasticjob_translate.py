@@ -15,6 +15,7 @@ import yaml
 
 from dlrover_adapters.cli import groups
 from dlrover_adapters.cli import options as cli_options
+from dlrover_adapters.plain import tf_config
 from dlrover_backends.k8s import masters
 from dlrover_backends.k8s.elasticjob import launchers, quantities, reconcile, shell, translate
 from dlrover_core.errors import SpecError
@@ -122,8 +123,25 @@ def test_what_a_node_needs_is_the_groups(tmp_path: Path) -> None:
 def test_parameter_servers_are_sets_of_their_own(tmp_path: Path) -> None:
     """Each server and each worker comes back alone, they know of each other, and the job does not wait for servers to end."""
     ps, worker = spec_of(translate.read(JOBS["deepfm"]), tmp_path).groups
-    assert (ps.coupling, ps.ends, ps.uses) == (EACH, False, ("worker",))
-    assert (worker.coupling, worker.ends, worker.uses) == (EACH, True, ("ps",))
+    assert (ps.coupling, ps.ends, ps.uses) == (EACH, False, ("ps", "worker"))
+    assert (worker.coupling, worker.ends, worker.uses) == (EACH, True, ("ps", "worker"))
+
+
+def test_tasks_of_tensorflow_are_told_of_each_other() -> None:
+    """Programs without a launcher have TF_CONFIG if all are such; an evaluator is not in the cluster."""
+    found = job("deepfm")
+    replicas = found["spec"]["replicaSpecs"]
+    replicas["evaluator"] = {**copy.deepcopy(replicas["worker"]), "replicas": 1}
+    file = translate.read(found).job_file
+    assert file.count(f'framework = "{tf_config.__name__}"') == 3
+    assert file.count('uses = ["ps", "worker"]') == file.count("store = false") == 3
+    assert file.count(f'{tf_config.CLUSTER} = "ps=2,worker=3"') == 3
+    replicas["worker"] = copy.deepcopy(replicas["worker"])
+    container = replicas["worker"]["template"]["spec"]["containers"][0]
+    container["command"], container["args"] = ["dlrover-run", "train.py"], []
+    file = translate.read(found).job_file
+    assert tf_config.CLUSTER not in file  # a launcher's ranks are no tasks
+    assert file.count('framework = "none"') == 2
 
 
 def container_of(name: str, group: str = "worker") -> Json:

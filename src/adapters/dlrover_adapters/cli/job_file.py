@@ -266,8 +266,10 @@ def _check_together(groups: tuple[GroupFile, ...]) -> None:
             if used not in names:
                 near = usage.meant(used, names) or f"; there are: {', '.join(sorted(names))}"
                 raise SpecError(f"{path}.uses", f"{used!r} is not a group of this job{near}")
-            if used == group.name:
-                raise SpecError(f"{path}.uses", f"{used!r} is this group itself; leave it out")
+            if used == group.name and group.spec.get("coupling") != "each":
+                raise SpecError(
+                    f"{path}.uses", f'{used!r} is this group itself; leave it out, or write coupling = "each"'
+                )
         if len(set(uses)) != len(uses):
             raise SpecError(f"{path}.uses", f"{', '.join(uses)}: one of them stands there twice; leave one out")
         if group.spec.get("set") and group.spec.get("coupling") == "each":

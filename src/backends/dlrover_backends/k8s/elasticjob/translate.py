@@ -21,6 +21,8 @@ GROUP, OLD_GROUP, VERSION = "elastic.iml.github.io", "elastic.ml.github.io", "v1
 KIND = "ElasticJob"
 PLURAL = paths.PLURALS[KIND]
 WORKER, MASTER, PS, PARAMETER_SERVER = "worker", "dlrover-master", "ps", "ParameterServerStrategy"
+EVALUATOR, TENSORFLOW, CLUSTER = "evaluator", "dlrover_adapters.plain.tf_config", "DLROVER_TF_CLUSTER"
+"""A task that is in no cluster; what tells TensorFlow's programs of each other, and the variable that it reads."""
 STRATEGIES = ("AllreduceStrategy", PARAMETER_SERVER, "CustomStrategy", "Local")
 JOB_FILE, JOB_MOUNT, JOB_VOLUME = "job.toml", "/etc/dlrover", "dlrover-job"
 NODES_MAX = 16384
@@ -129,7 +131,7 @@ def read(thing: Mapping[str, Any], lines: launchers.Lines | None = None) -> Job:
         name,
         tuple(one.group for one in made),
         (f"--job={JOB_MOUNT}/{JOB_FILE}", f"--job-id={name}", *first.words),
-        "".join(one.table for one in made),
+        "".join(_tables(made)),
         _flag(spec.get("suspend", False), "spec.suspend"),
         first.group.gpu,
         tuple(notes),
@@ -153,6 +155,16 @@ def _check_standbys(thing: Mapping[str, Any], made: list[_Read]) -> None:
             )
 
 
+def _tables(made: list[_Read]) -> Iterator[str]:
+    """The groups' tables. Where all are TensorFlow's tasks, their programs are told how many of each there are."""
+    sizes = [f"{one.group.name}={one.group.nodes_min}" for one in made if one.group.name != EVALUATOR]
+    if not sizes or not all(one.task for one in made):
+        yield from (one.table for one in made)
+        return
+    for one in made:
+        yield one.task + _toml(f"groups.{one.group.name}.env", {CLUSTER: ",".join(sizes)})
+
+
 def _notes(thing: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[str]:
     if str(thing.get("apiVersion", "")).startswith(f"{OLD_GROUP}/"):
         yield f"apiVersion {thing['apiVersion']} is old: write {GROUP}/{VERSION}, with groups in lower case"
@@ -173,10 +185,11 @@ def _strategy(spec: Mapping[str, Any]) -> str:
 
 
 class _Read(NamedTuple):
-    """One group, its part of the job file, the job's flags on its launcher's line, and notes."""
+    """One group, its part of the job file, the same as TensorFlow's task if it may be one, its launcher's job flags, notes."""
 
     group: Group
     table: str
+    task: str
     words: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -222,7 +235,13 @@ class _Reader:
         self._run(command, container, template["spec"])
         group = Group(self._name, fewest, most, nproc, template, resources.gpu, self._standby(command))
         return _Read(
-            group, self._table(group, command, resources), self._words(command, fewest), tuple(self._notes(command))
+            group,
+            self._table(group, command, resources),
+            self._table(group, command, resources, task=True)
+            if self._serves and not (command.launcher or command.hidden)
+            else "",
+            self._words(command, fewest),
+            tuple(self._notes(command)),
         )
 
     # ---- the pod
@@ -353,7 +372,7 @@ class _Reader:
 
     # ---- what the masters are told
 
-    def _table(self, group: Group, command: Command, resources: _Resources) -> str:
+    def _table(self, group: Group, command: Command, resources: _Resources, *, task: bool = False) -> str:
         """The group's table in the job file. Of a program that its pods' launcher runs, masters need no more than its name."""
         launcher = command.launcher
         told: dict[str, Any] = {
@@ -374,9 +393,11 @@ class _Reader:
             if launcher.last("relaunch-max") is not None:
                 told["relaunches"] = _count(launcher.last("relaunch-max"), f"{self._at}: --relaunch-max", least=0)
         elif not command.hidden:
-            told["framework"] = "none"
+            told |= {"framework": TENSORFLOW, "store": False} if task else {"framework": "none"}
         if self._serves:
-            told |= {"coupling": "each", "uses": [one for one in self._groups if one != self._name]}
+            others = [one for one in self._groups if one != self._name]
+            tasks = [one for one in self._groups if one != EVALUATOR]
+            told |= {"coupling": "each", "uses": tasks if task else others}
             told |= {"ends": False} if self._name == PS else {}
         return _toml(f"groups.{self._name}", told) + self._needs(resources)
 
