@@ -277,6 +277,10 @@ def test_nodes_do_not_outlive_their_masters(valid: bool) -> None:
     pods = (
         node("a", "Running"),
         node("b", "Pending"),
+        {
+            **node("s", "Running"),
+            "metadata": {"name": "s", "namespace": "ml", "labels": {names.LABEL_STANDBY: "worker"}},
+        },
         node("c", "Failed"),
         node("d", "Running", deletionTimestamp=NOW),
         {
@@ -287,7 +291,7 @@ def test_nodes_do_not_outlive_their_masters(valid: bool) -> None:
     failed = job_of(kept(), conditions=[{"type": "Failed", "status": "True", "message": "BackoffLimitExceeded"}])
     base = "/api/v1/namespaces/ml/pods"
     found = outcome(Observed(thing, failed, pods))
-    assert found.writes == (Remove(f"{base}/a"), Remove(f"{base}/b"))
+    assert found.writes == (Remove(f"{base}/a"), Remove(f"{base}/b"), Remove(f"{base}/s"))
     thing["status"] = found.status
     assert outcome(Observed(thing, None, pods)).writes == found.writes
     assert outcome(Observed(kept(), job_of(kept()), pods)).writes == ()

@@ -231,6 +231,9 @@ class Operator:
         try:
             seen = await self._observed(uid, job)
             outcome = reconcile.reconcile(seen, self._settings)
+            last = outcome.writes[-1] if outcome.writes else None
+            if isinstance(last, Make) and await self._owned(paths.path_of(last.object), job) is not None:
+                return True  # the masters' Job is there, and only the watch has not told: the status would be wrong
             again = await self._written(uid, job, outcome)
         except ApiError as error:
             found = refused.read(error)
@@ -316,9 +319,6 @@ class Operator:
 
     async def _written(self, uid: str, job: Json, outcome: Outcome) -> bool:
         """Write it all, in order. Raises `ApiError`."""
-        last = outcome.writes[-1] if outcome.writes else None
-        if isinstance(last, Make) and await self._owned(paths.path_of(last.object), job) is not None:
-            return True  # the masters' Job is there, and only the watch has not told
         for one in outcome.writes:
             if isinstance(one, Make):
                 await self._make(one, job)

@@ -166,10 +166,10 @@ def facts(seen: Observed) -> standing.Facts:
 
 
 def _leftovers(seen: Observed) -> Iterator[Write]:
-    """Nodes whose masters are over: nobody else would end them. Pods that have ended stay, for their logs."""
+    """Nodes and standbys whose masters are over: nobody else would end them. Pods that have ended stay, for their logs."""
     over = standing.ended(seen.masters) if seen.masters is not None else standing.is_over(seen.job)
     for one in seen.pods if over else ():
-        if standing.is_node(one) and standing.lives(one) and not one["metadata"].get("deletionTimestamp"):
+        if not standing.is_master(one) and standing.lives(one) and not one["metadata"].get("deletionTimestamp"):
             yield Remove(path_of(one))
 
 

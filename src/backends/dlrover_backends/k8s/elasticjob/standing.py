@@ -164,7 +164,7 @@ def _masters_wait(facts: Facts) -> str:
 
 
 def _masters_of(pods: tuple[Json, ...]) -> list[Json]:
-    return [one for one in pods if (one["metadata"].get("labels") or {}).get(masters.LABEL_ROLE) == masters.ROLE]
+    return [one for one in pods if is_master(one)]
 
 
 def _last_words(facts: Facts) -> str:
@@ -208,8 +208,13 @@ def _levels(facts: Facts, groups: Mapping[str, int]) -> Json:
     return found
 
 
+def is_master(pod: Json) -> bool:
+    """Is it a master's pod?"""
+    return bool((pod["metadata"].get("labels") or {}).get(masters.LABEL_ROLE) == masters.ROLE)
+
+
 def is_node(pod: Json) -> bool:
-    """Is it a node's pod, and no master's?"""
+    """Is it a node's pod: no master's, and no standby's?"""
     return names.LABEL_NODE in (pod["metadata"].get("labels") or {})
 
 
