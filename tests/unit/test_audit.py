@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,7 @@ def test_a_status_has_a_row(told: Told) -> None:
     """How far the data are, and all of it as values."""
     status = status_of(told.state)
     assert "train: epoch 1 of 3, position 80 of 100, 80 samples in the model" in render.status(status, told.now)
+    assert re.search(r"80 samples in the model, [\d.]+ samples/s, .+ left\n", render.status(status, told.now))
     assert status.data == ledger_of(told.state)
 
 

@@ -8,7 +8,9 @@ import pytest
 from drive import Drive
 
 from dlrover_core.data.ranges import Ranges, Span
+from dlrover_core.history import render, report_of
 from dlrover_core.history.leased import leased_of, lines
+from dlrover_core.history.status import status_of
 from dlrover_core.history.words import say
 from dlrover_core.job import operations
 from dlrover_core.job.leases import (
@@ -32,6 +34,7 @@ from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime.leasing import Ask, LeaseBeat, Leasing
 from dlrover_core.runtime.levels import Beat
 from dlrover_core.runtime.node_leases import NodeLeases
+from dlrover_core.runtime.shown import used
 
 A, B = "worker-0-0", "worker-1-0"
 TERMS = Terms("eval", 100, 7, "shuffled", "f00d", 2, 0, LEASE)
@@ -278,6 +281,13 @@ def test_people_see_who_holds_what_and_what_may_be_used_twice(drive: Drive) -> N
         "  worker-1-0 holds 30, 2.5 samples/s",
         "  4 samples may have been used twice: positions 20 to 24, ends exclusive",
     ]
+    row = (
+        "worker: eval: 20 of 200 samples used, 60 held by 2 nodes, 1 return (lease), 2.0 samples/s, 1 min 30 s left, "
+        "4 samples may have been used twice"
+    )
+    assert f"  {row}\n" in render.status(status_of(drive.state), drive.now)
+    assert render.report(report_of(drive.records)).endswith(f"\n{row}")
+    assert used(drive.state.leases, ("worker",)) == [{"dataset": "eval", "size": 100, "epochs": 2, "about": 20}]
 
 
 def test_spoilt_states_are_named(drive: Drive) -> None:

@@ -54,3 +54,16 @@ def test_the_line_says_how_far_the_data_are(about: int, epochs: int, text: str) 
     status = {"state": "running", "step": 7, "generation": 2, "degraded": "", "last_incident": ""}
     data = [{"dataset": "train", "size": 100, "epochs": epochs, "about": about}]
     assert Line("job").text({**status, "data": data}, 1.0).endswith(f"generation 2  train {text}")
+
+
+def test_the_line_says_how_fast_the_data_go_and_how_long_they_take() -> None:
+    """Of each dataset by itself; of a stream, which has no end, the position."""
+    line = Line("job")
+    for at in range(5):
+        data = [
+            {"dataset": "train", "size": 1000, "epochs": 2, "about": 100 + 50 * at},
+            {"dataset": "clicks", "size": 2**53, "epochs": 1, "about": 8000 * at},
+        ]
+        status = {"state": "running", "step": at, "generation": 2, "degraded": "", "last_incident": "", "data": data}
+        told = line.text(status, float(at))
+    assert told.endswith("  train epoch 1/2 30% 50/s 34.0 s left  clicks position 32,000 8,000/s")

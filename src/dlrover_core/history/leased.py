@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dlrover_core.history.phrases import duration, one_line
-from dlrover_core.history.render_ledger import named_samples
+from dlrover_core.history.render_ledger import named_samples, pace
 from dlrover_core.job.leases import KILO, Leased, Spans
 from dlrover_core.job.shards import LEASE
 from dlrover_core.job.state import JobState
@@ -128,6 +128,14 @@ def lines(rows: tuple[LeasedRow, ...], *, over: bool = False) -> Iterator[str]:
             ranges = ", ".join(f"{start} to {end}" for start, end in one.repeated[:SHOWN])
             more = f" and {len(one.repeated) - SHOWN} more ranges" if len(one.repeated) > SHOWN else ""
             yield f"  {count(one.again, 'sample')} may have been used twice: positions {ranges}{more}, ends exclusive"
+
+
+def rows(every: tuple[LeasedRow, ...], *, over: bool = False) -> Iterator[str]:
+    """One line for each dataset, for a report. ``over``: as of `lines`."""
+    for one in every:
+        quarantined = f", quarantined: {named_samples(one.quarantined)}" if one.quarantined else ""
+        again = f", {count(one.again, 'sample')} may have been used twice" if one.again else ""
+        yield f"{row(one)}{pace(one.per_s, 0 if over else one.left_us)}{again}{quarantined}"
 
 
 def row(one: LeasedRow) -> str:

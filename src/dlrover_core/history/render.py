@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, tzinfo
 
-from dlrover_core.history import render_ledger, render_saves
+from dlrover_core.history import leased, render_ledger, render_saves
 from dlrover_core.history.explain import Explanation, Fact
 from dlrover_core.history.headline import Headline
 from dlrover_core.history.incidents import Story
@@ -157,8 +157,9 @@ def report(told: Report, zone: tzinfo | None = None) -> str:
     lines += ["", *_goodput(told)]
     if told.saves.any:
         lines += ["", *render_saves.lines(told.saves)]
-    if told.data:
-        lines += ["", *render_ledger.row(told.data)]
+    if told.data or told.leased:
+        over = bool(told.ended_at)
+        lines += ["", *render_ledger.row(told.data, over=over), *leased.rows(told.leased, over=over)]
     if told.given_up:
         lines += ["", "given up, the job went on without"]
         lines += table(
@@ -338,7 +339,8 @@ def status(
     lines += [f"  {one}" for one in _worlds(told)]
     lines += [f"  {name} is given up, the job goes on without it: {one_line(why)}" for name, why in told.given_up]
     lines += [f"  {one}" for one in waiting(told.waits, end)]
-    lines += [f"  {one}" for one in (*_kept(told), *render_ledger.row(told.data))]
+    data = (*render_ledger.row(told.data, over=told.over), *leased.rows(told.leased, over=told.over))
+    lines += [f"  {one}" for one in (*_kept(told), *data)]
     lines += ["", *_nodes(told)]
     if told.incidents:
         lines += ["", "unmended incidents"]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from dlrover_core.diagnosis import ladder
 from dlrover_core.history.goodput import Goodput, goodput_of
 from dlrover_core.history.incidents import IncidentsBuilder, Story, story_values
+from dlrover_core.history.leased import LeasedRow, leased_of
 from dlrover_core.history.ledger import DataRow, ledger_of
 from dlrover_core.history.plain import plain
 from dlrover_core.history.saves import Saves, SavesBuilder
@@ -49,6 +50,7 @@ class Report:
     asked:                what people asked of the job
     given_up:             coupling sets that it continued without (`SetGivenUp`)
     data:                 how far each dataset is
+    leased:               how far each leased dataset is
     """
 
     job: str
@@ -74,6 +76,7 @@ class Report:
     given_up: tuple[Record, ...] = ()
     saves: Saves = Saves()  # noqa: RUF009  # immutable
     data: tuple[DataRow, ...] = ()
+    leased: tuple[LeasedRow, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -176,6 +179,7 @@ class ReportBuilder:
             given_up=tuple(self._given_up),
             saves=self._saves.saves(now if not state.job.over else None),
             data=ledger_of(state),
+            leased=leased_of(state),
         )
 
 

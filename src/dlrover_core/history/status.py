@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from dlrover_core.diagnosis.classify import describe
 from dlrover_core.history.headline import Headline, Headlines
+from dlrover_core.history.leased import LeasedRow, leased_of
 from dlrover_core.history.ledger import DataRow, ledger_of
 from dlrover_core.history.words.notices import announced
 from dlrover_core.job.checkpoints import MEMORY
@@ -94,6 +95,7 @@ class Status(NamedTuple):
     given_up:            coupling sets that the job continues without, each with the reason
     restarts_left_of:    ``restarts_left`` of sets that have used any; empty in a job of one set
     data:                how far each dataset is
+    leased:              how far each leased dataset is
     """
 
     job: str
@@ -117,6 +119,7 @@ class Status(NamedTuple):
     given_up: tuple[tuple[str, str], ...] = ()
     restarts_left_of: tuple[tuple[str, int], ...] = ()
     data: tuple[DataRow, ...] = ()
+    leased: tuple[LeasedRow, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -157,6 +160,7 @@ def status_of(state: JobState, last: Record | None = None, headlines: Headlines 
             if one.restarts
         ),
         data=ledger_of(state),
+        leased=leased_of(state),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from dlrover_core.job.leases import LeaseSlice
 from dlrover_core.job.shards import Ledger
 from dlrover_core.job.state import JobState
 from dlrover_core.rules.reasons import reasons
@@ -45,7 +47,7 @@ def shown(state: JobState, sessions: Sessions, now: int | None = None) -> dict[s
         "open_incidents": [one.number for one in incidents if not one.closed],
         "last_incident": f"{last.number}: {last.signature} -> {last.action}" if last else "",
         "root": state.job.root,
-        "data": consumed(state.shards.of(group), step),
+        "data": [*consumed(state.shards.of(group), step), *used(state.leases, state.sets.groups(group))],
         "checkpoints": {
             name: {
                 "url": kept.url,
@@ -64,4 +66,18 @@ def consumed(ledger: Ledger, step: int) -> list[dict[str, Any]]:
     return [
         {"dataset": name, "size": one.terms.counted, "epochs": one.terms.epochs, "about": ledger.about(name, step)}
         for name, one in ledger.datasets.items()
+    ]
+
+
+def used(leases: LeaseSlice, groups: Iterable[str]) -> list[dict[str, Any]]:
+    """How far the leased datasets of groups are, as `consumed`."""
+    return [
+        {
+            "dataset": name,
+            "size": one.terms.size,
+            "epochs": one.terms.epochs,
+            "about": sum(end - start for start, end in one.acked),
+        }
+        for group in groups
+        for name, one in leases.of(group).items()
     ]

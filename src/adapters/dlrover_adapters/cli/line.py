@@ -8,8 +8,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from dlrover_core.data.streams import ENDLESS
+from dlrover_core.history.phrases import duration
 from dlrover_core.job.waiting import JOB, OF_RUNNING
 
+SECOND_US = 1_000_000
 WINDOW_S, SHORTEST_S = 10.0, 1.0
 DATASETS_MAX = 3
 SAID = (JOB, *OF_RUNNING)
@@ -17,7 +20,7 @@ SAID = (JOB, *OF_RUNNING)
 
 
 class Rate:
-    """Steps per second over the last `WINDOW_S`, of one generation: a step number that jumps with a restart is no speed."""
+    """Steps, or samples, a second over the last `WINDOW_S`, of one generation: a number that jumps with a restart is no speed."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
@@ -57,12 +60,17 @@ class Steady:
         return max(self._shown, 0)
 
 
-def _data(one: Mapping[str, Any]) -> str:
-    """How far a dataset is: ``train epoch 2/3 40%``."""
+def _data(one: Mapping[str, Any], per_s: float) -> str:
+    """How far a dataset is: ``train epoch 2/3 40% 512/s 1 min 04 s left``."""
     size, epochs, about = int(one["size"]), int(one["epochs"]), int(one["about"])
+    left = size * epochs - about if size < ENDLESS else 0
+    time_left = f" {duration(round(left / per_s * SECOND_US))} left" if per_s and left > 0 else ""
+    pace = f" {per_s:,.0f}/s{time_left}" if per_s else ""
+    if size >= ENDLESS:
+        return f"{one['dataset']} position {about:,}{pace}"
     epoch = min(about // size, epochs - 1) if epochs else about // size
     share = (about - epoch * size) * 100 // size
-    return f"{one['dataset']} epoch {epoch + 1}{f'/{epochs}' if epochs else ''} {share}%"
+    return f"{one['dataset']} epoch {epoch + 1}{f'/{epochs}' if epochs else ''} {share}%{pace}"
 
 
 class Line:
@@ -71,6 +79,7 @@ class Line:
     def __init__(self, job: str, period_s: float = 10.0) -> None:
         self._job, self._period_s = job, period_s
         self._rate, self._step = Rate(), Steady()
+        self._rates: dict[str, Rate] = {}
         self._said: tuple[object, ...] = ()
         self._said_at = 0.0
         self._tty = sys.stderr.isatty()
@@ -102,7 +111,9 @@ class Line:
             f"{rate:.1f}/s",
             f"generation {generation}",
         ]
-        parts += [_data(one) for one in status.get("data", ())[:DATASETS_MAX]]
+        for one in status.get("data", ())[:DATASETS_MAX]:
+            pace = self._rates.setdefault(str(one["dataset"]), Rate()).feed(generation, int(one["about"]), at)
+            parts.append(_data(one, pace))
         waits = [wait for wait in status.get("waits", ()) if wait["why"] not in SAID]
         parts += [f"{wait['group']} has no world: {wait['words']}" for wait in waits]
         if status["degraded"]:
