@@ -247,7 +247,7 @@ def test_a_wrong_backend_ends_the_command_at_once(tmp_path: Path, capsys: pytest
         (["--local-nodes", "2"], "local-nodes: not with --backend"),
         (["--master", "m"], "master: not with --backend"),
         (["--standalone"], "standalone: not with --backend"),
-        (["--standby", "1"], "standby: not with --backend"),
+        (["--standby", "1"], "standby: 1, but the nodes of --backend .*:Good have none"),
     ],
 )
 def test_what_does_not_go_with_a_backend(words: list[str], said: str) -> None:
