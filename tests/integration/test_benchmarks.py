@@ -45,6 +45,8 @@ BY_NIGHT = {
     "imports": "--only lightning",
     "join": "",
     "k8s": "--trials 1 --pods 20 --failures 2 --watched 20 --seconds 0.5",
+    "k8s_away": "--seconds 8",
+    "k8s_kills": "",
     "killed_master": "--peer-trials 1",
     "killed_node": "",
     "killed_worker": "",
