@@ -51,6 +51,7 @@ BY_NIGHT = {
     "killed_node": "",
     "killed_worker": "",
     "layout": "--ranks 4 --peer 4",
+    "leases": "--trials 1 --seconds 0.5 --epoch-s 1",
     "overhead": "--steps 20",
     "roles": "--rollouts 2 --kills 1",
 }
