@@ -14,7 +14,7 @@ from dlrover_backends.k8s import names, standbys
 from dlrover_backends.k8s.client import KubernetesBackend
 from dlrover_backends.k8s.errors import ApiError
 from dlrover_core import BackendContext
-from dlrover_core.history.words import about
+from dlrover_core.history import incident_of, render_story
 from dlrover_core.job import job
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.agent import Agent
@@ -191,8 +191,9 @@ def test_a_dead_node_is_followed_by_the_warm_pod() -> None:
         await on.steps()
         await on.warm()
         assert on.free()[0]["metadata"]["uid"] != warm["metadata"]["uid"]
-        said = [about(type(one.event)).words(one.event) for one in await on.cluster.records()]
-        assert [one for one in said if "a warm standby on" in one and "became worker-1-1" in one]
+        told = incident_of(await on.cluster.records())
+        assert told is not None
+        assert "NodeJoined: a warm standby on host-0 became worker-1-1, with 1 worker" in render_story.story(told)
         assert on.cluster.state.incidents.relaunches == {"worker-1": 1}
 
     tell(story)

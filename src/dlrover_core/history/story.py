@@ -98,6 +98,7 @@ class _Teller:
         self._runs: dict[int, tuple[str, int]] = {}
         self._run: tuple[str, int] = ("", 0)
         self._follows: dict[int, list[Record]] = {}
+        self._planned: dict[str, int] = {}
         self._end: Record | None = None
         self._last = 0
         self._ends: dict[int, Record] = {}
@@ -128,6 +129,10 @@ class _Teller:
             self._ends.update({number: record for number in self._runs if number not in self._ends})
         if isinstance(fact, _FOLLOWS) and record.cause:
             self._follows.setdefault(record.cause, []).append(record)
+        if isinstance(fact, nodes.NodePlanned):
+            self._planned[fact.node] = record.cause
+        elif isinstance(fact, nodes.NodeJoined) and fact.seat.startswith(nodes.STANDBY_SEAT):
+            self._follows.setdefault(self._planned.get(fact.node, 0), []).append(record)
 
     def _note(self, fact: object, record: Record) -> None:
         """Keep what the engine judged by, so that this story judges by the same evidence."""
