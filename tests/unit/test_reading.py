@@ -444,3 +444,68 @@ def test_an_engine_s_worker_that_was_killed() -> None:
     )
     text = "Rank 0 scheduler is dead. Please check if there are relevant logs.\nExit code: -9\n"
     assert said(f"{text}Traceback (most recent call last):\n{pipe}") == "exit.sigkill"
+
+
+NCCL_LATE = (
+    "2025-03-01T10:{0}:04 gpu-08 train[22]: [Rank {1}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=411, "
+    "OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1800011 milliseconds before timing out.\n"
+)
+
+
+def test_a_cause_is_as_old_as_the_wait_for_it() -> None:
+    """A collective of half an hour ends half an hour after what stopped it."""
+    xid = "2025-03-01T10:00:01 gpu-07 kernel: NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, GPU has fallen off the bus.\n"
+    assert said(xid + NCCL_LATE.format(30, 9) + NCCL_LATE.format(30, 10)) == "xid.fallen_off"
+    assert said(xid + NCCL_LATE.format(55, 9) + NCCL_LATE.format(55, 10)) == "nccl.timeout"
+
+
+@pytest.mark.parametrize(
+    "after", ["Terminated\n", "[rank1]: SignalException: Process 4711 got signal: 15\nTerminated\n"]
+)
+def test_a_bare_word_of_a_shell_is_no_platforms_reason(after: str) -> None:
+    """`Terminated` alone takes no node out."""
+    found = answer(ERROR.format("[rank3]: ", "KeyError: 'x'") + after)
+    assert found.judgement.signature == "exception.KeyError"
+    assert found.judgement.action != "relaunch"
+
+
+def test_a_step_cancelled_after_a_kill_is_swept() -> None:
+    """The launcher tells of the kill before the scheduler cancels what is left."""
+    killed = "ERROR failed (exitcode: -9) local_rank: 0 (pid: 12) of binary: /usr/bin/python\n"
+    cancelled = "slurmstepd: error: *** STEP 9.0 ON n11 CANCELLED AT 2025-03-27T10:12:40 ***\n"
+    assert said(killed + "srun: Terminating StepId=9.0\n" + cancelled) == "exit.sigkill"
+    assert said(cancelled + "srun: error: n11: task 0: Killed\n") == "slurm.cancelled"
+
+
+RAYLET = "(raylet) A worker died or was killed while executing a task by an unexpected system error. Exit type: SYSTEM_ERROR\n"
+
+
+def test_ray_s_word_on_a_worker_is_an_echo_of_how_it_ended() -> None:
+    """More is known of that end, and something is always left."""
+    assert (
+        said("failed (exitcode: -11) local_rank: 1 (pid: 12) of binary: /usr/bin/python\n" + RAYLET) == "exit.sigsegv"
+    )
+    assert said(ERROR.format("", "KeyError: 'x'") + RAYLET) == "exception.KeyError"
+    assert said(RAYLET) == "ray.system_error"
+
+
+def test_who_is_only_told_of_went_past_nothing() -> None:
+    """A container that is set up wrongly speaks against no host because another pod crashes, too."""
+    found = answer(
+        "train-2k   0/1     CreateContainerConfigError   0          6m12s\n"
+        "  Normal   Scheduled  6m12s  default-scheduler  Successfully assigned ml/train-2k to wk-04\n"
+        '  Warning  Failed     61s    kubelet            Error: secret "keys" not found\n'
+        "Warning  BackOff    12s (x3 over 40s)    kubelet            Back-off restarting failed container main in pod train-0\n"
+    )
+    assert (found.judgement.signature, found.judgement.action) == ("k8s.config", "fail")
+
+
+def test_what_is_printed_after_a_launchers_report_is_not_inside_it() -> None:
+    """Lines between the two are read."""
+    report = ERROR.format(
+        "", "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\nx FAILED\n====="
+    )
+    found = said(
+        f"{report}1m  Normal  Preempted  pod/w-2  Preempted by ml/urgent on node a100-067\n{ERROR.format('', 'EOFError')}"
+    )
+    assert found == "k8s.preempted"

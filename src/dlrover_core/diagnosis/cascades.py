@@ -16,6 +16,16 @@ from dlrover_core.diagnosis.evidence import CASC, Evidence
 _ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)|SeqNum=(\d+)|sequence number (\d+)", re.IGNORECASE)
 
 
+# How long a collective, a store or a barrier had been waited for.
+_WAITED_MS = re.compile(
+    r"ran for (\d{1,12}) milliseconds|Timeout\(ms\) ?= ?(\d{1,12})|[Tt]imed? ?out (?:after|of) ?(\d{1,12}) ?ms\b"
+)
+_WAITED_S = re.compile(
+    r"\b(?:[Tt]imed? ?out (?:after|of)|after waiting(?: for)?) ?(\d{1,6})(?:\.\d+)? ?s(?:ec(?:ond)?s?)?\b"
+)
+WAITED_S_MAX, MINUTE_S = 86_400.0, 60.0
+
+
 class Member(NamedTuple):
     """A node that took part: its ranks are ``first_rank`` to ``first_rank + nproc - 1``."""
 
@@ -36,6 +46,17 @@ def named(seen: Sequence[Evidence], members: Sequence[Member]) -> set[tuple[int,
     silent = {who: count for who, count in votes.items() if who[0] not in spoke} or votes
     most = max(silent.values())
     return {who for who, count in silent.items() if count == most}
+
+
+def waited_s(seen: Sequence[Evidence], least_s: float) -> float:
+    """So long before the first end its cause may lie: a minute more than the longest wait, at least ``least_s``."""
+    waited = [0.0]
+    for one in seen:
+        if one.verdict == CASC:
+            text = one.text[-4000:]
+            waited += [int(next(filter(None, found))) / 1000 for found in _WAITED_MS.findall(text)]
+            waited += [float(found) for found in _WAITED_S.findall(text)]
+    return max(least_s, min(WAITED_S_MAX, max(waited)) + MINUTE_S)
 
 
 def whom(seen: Sequence[Evidence], members: Sequence[Member], one: Evidence) -> list[tuple[int, str, str]]:

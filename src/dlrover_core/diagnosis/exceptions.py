@@ -79,6 +79,8 @@ WRAPPERS = frozenset(
         "ExecutionException", "InvocationTargetException", "CompletionException",
     )
 )  # fmt: skip
+# A launcher's report, which is whole: what is printed after it is another story.
+REPORT = "ChildFailedError"
 _CAUGHT = re.compile(r"^Caught ([A-Za-z_][\w.]*) in ")
 _RAISED_INSIDE = re.compile(
     r"(?:backend='\w+' raised:|raised:|due to|caused by|error:|failed with|exception:"
@@ -250,7 +252,7 @@ def _all(lines: Sequence[str], own: frozenset[int]) -> Iterator[Raised]:
             continue
         link, after = ALONE, made[-1].last
         said = made[-1].message.split("\n", maxsplit=1)[-1]
-        holds = wraps(made[-1]) or any(
+        holds = (wraps(made[-1]) and made[-1].name != REPORT) or any(
             _HOLDS.search(one) for one in (said, *lines[made[-1].last + 1 : made[-1].last + 3])
         )
         opened = _begun(lines, made[0]) - 1 if java is None else 0

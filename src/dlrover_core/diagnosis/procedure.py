@@ -4,8 +4,8 @@ One death makes thousands of lines. Survivors complain about their peer, agents 
 platform say what they did, and most of it comes late and out of order. The procedure is a pure function of the *set* of
 observations. Its invariant, stage by stage, each of which only ever sets observations aside and says why:
 
-1. *Window.* What happened more than eleven minutes before the first death, or five minutes after it, is another story; a
-   node's end alone is seen late, because silence has to last.
+1. *Window.* What happened more than eleven minutes (or a collective's timeout) before the first death, or five minutes
+   after it, is another story; a node's end alone is seen late, because silence has to last.
 2. *No anchors.* A warning is never a cause while anything else is there.
 3. *Last words.* An exit code says how a rank ended; where the rank said why, the code adds nothing. A line of its output counts
    as that only if the rank died of it within seconds (`watched`); what was handled stands behind every death. A SIGTERM
@@ -55,7 +55,7 @@ from dlrover_core.diagnosis.evidence import (
     Evidence,
 )
 from dlrover_core.diagnosis.signatures import Table
-from dlrover_core.diagnosis.sweeps import BURST_S, bare, swept
+from dlrover_core.diagnosis.sweeps import BURST_S, bare, reported, swept
 from dlrover_core.diagnosis.watched import Lines, watched, where
 from dlrover_core.spec import us
 
@@ -154,14 +154,12 @@ class _Case:
         self.lines = Lines((), table, complete=True)
 
     def drop(self, no_cause: Callable[[Evidence], object], why: str) -> None:
-        """Set aside what is no cause. ``why`` may name the observation by ``{}``."""
-        kept = []
-        for one in self.live:
-            if no_cause(one):
+        """Set aside what is no cause, unless nothing would be left. ``why`` may name the observation by ``{}``."""
+        gone = {one for one in self.live if no_cause(one)}
+        if len(gone) < len(self.live):
+            self.live = [one for one in self.live if one not in gone]
+            for one in gone:
                 self.dropped.setdefault(one.seq, why)
-            else:
-                kept.append(one)
-        self.live = kept
 
     def action(self, one: Evidence) -> str:
         """What usually suffices."""
@@ -214,6 +212,7 @@ def judge(
         case.drop(lambda one: case.action(one) == "obs" and one.verdict != CASC, "a warning, no cause")
     case.lines = Lines(case.live, table, complete=complete)
     _copied(case)
+    reported(case)
     _last_words(case)
     swept(case)
     handled = case.lines.behind(case.live)
@@ -234,20 +233,18 @@ def judge(
 
 def _window(case: _Case) -> None:
     deaths = [one.at for one in case.live if one.source in (EXIT, ERROR, PLATFORM, NODE, *OPENING)]
-    first = min(deaths, default=_newest_burst(case.live))
-    case.drop(lambda one: one.at < first - us(BEFORE_S), f"more than {BEFORE_S / 60:g} min before the first death")
-    late = first + us(AFTER_S)
-    case.drop(
-        lambda one: one.at > late and one.source not in (NODE, PLATFORM),
-        f"more than {AFTER_S / 60:g} min after the first death",
-    )
+    before_s = cascades.waited_s(case.live, BEFORE_S)
+    first = min(deaths, default=_newest_burst(case.live, before_s))
+    case.drop(lambda one: one.at < first - us(before_s), f"more than {before_s / 60:g} min before the first death")
+    late, why = first + us(AFTER_S), f"more than {AFTER_S / 60:g} min after the first death"
+    case.drop(lambda one: one.at > late and one.source not in (NODE, PLATFORM), why)
 
 
-def _newest_burst(live: Sequence[Evidence]) -> int:
+def _newest_burst(live: Sequence[Evidence], before_s: float) -> int:
     """When the last burst of what was seen began, where nobody's end is known: older ones are other stories."""
     begin = live[0].at
     for before, after in itertools.pairwise(live):
-        if after.at - before.at > us(BEFORE_S):
+        if after.at - before.at > us(before_s):
             begin = after.at
     return begin
 
@@ -481,9 +478,10 @@ def _beyond(case: _Case, root: Evidence) -> bool:
 
 
 def _passed(case: _Case, others: set[str]) -> set[str]:
-    """Of these nodes those that went past the point of failure: a node that was only swept away may not have come to it."""
+    """Of these nodes those that went past the point of failure: one that was only swept away, or told of, may not have."""
     seen = {where(one) for one in case.seen}
-    spoke = {where(one) for one in case.seen if one.signature not in _SWEEPS and not one.signature.endswith(".sweep")}
+    told = [one for one in case.seen if one.source not in (PLATFORM, NODE) and one.signature not in _SWEEPS]
+    spoke = {where(one) for one in told if not one.signature.endswith(".sweep")}
     return {node for node in others if node in spoke or node not in seen}
 
 

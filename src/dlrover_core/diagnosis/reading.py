@@ -23,7 +23,7 @@ from dlrover_core.diagnosis.evidence import CASC, DATA, ERROR, EXIT, KERNEL, LOG
 from dlrover_core.diagnosis.exceptions import Chain
 from dlrover_core.diagnosis.matching import Hit, Matcher
 from dlrover_core.diagnosis.offline import Observation
-from dlrover_core.diagnosis.rows import Text, numbered, rank_of_file, rows_of
+from dlrover_core.diagnosis.rows import Row, Text, numbered, rank_of_file, rows_of
 from dlrover_core.diagnosis.who import Who
 
 SAME_MAX, FOUND_MAX, CHUNK_LINES = 3, 512, 200
@@ -69,6 +69,7 @@ _LAUNCHES = re.compile(
 )
 # How a child ended, in the words of whoever ran it.
 _CHILD = re.compile(r"\bdied with <Signals\.|\bnon-zero exit status (?:-\d|1[2-5]\d)")
+_SHELL = re.compile(r"^\W*Terminated\W*$")
 # A remote worker's address, in what Ray says of its end.
 _ACTOR_AT = re.compile(r"\n\s*ip: (\d{1,3}(?:\.\d{1,3}){3})\b")
 _IGNORED = re.compile(r"Exception ignored in|Error in atexit|Exception in thread (?:Thread|Pin)", re.IGNORECASE)
@@ -375,7 +376,7 @@ class _File:
                 for index in indices
             ):
                 continue
-            own = frozenset(at for at, index in enumerate(indices) if self.rows[index].stamps or self.rows[index].level)
+            own = frozenset(at for at, index in enumerate(indices) if _fronted(self.rows[index]))
             for chain in exceptions.chains([self.rows[index].body for index in indices], own):
                 rows = indices[chain.first : chain.last + 1]
                 self._taken.update(rows)
@@ -397,11 +398,16 @@ class _File:
             text = "\n".join(self._shown(index) for index in part)
             found += [
                 (part[hit.number - 1], hit)
-                for hit in self._matcher.scan(text, "")
+                for hit in map(self._unshelled, self._matcher.scan(text, ""))
                 # NCCL's own INFO is of what it tries.
                 if hit.signature.verdict and (" NCCL INFO " not in hit.line or hit.signature.verdict == CASC)
             ]
         return found
+
+    def _unshelled(self, hit: Hit) -> Hit:
+        """A shell's bare word on how a child ended is no platform's reason."""
+        said = self._matcher.scan(hit.line, LOG) if _SHELL.match(hit.line) else []
+        return said[0]._replace(number=hit.number) if said else hit
 
     def _shown(self, index: int) -> str:
         row = self.rows[index]
@@ -541,6 +547,11 @@ class _File:
     def _at(self, index: int) -> float:
         """When: the line's time, and within one moment the order of lines."""
         return self.times[index] + self.rows[index].number * LINE_S
+
+
+def _fronted(row: Row) -> bool:
+    """Has the line a time, a level or a writer of its own in front?"""
+    return bool(row.stamps or row.level) or row.raw.strip() != row.body.strip()
 
 
 def seen_who(seen: Observation) -> Who:

@@ -47,6 +47,23 @@ class Case(Protocol):
         """What usually suffices."""
 
 
+def reported(case: Case) -> None:
+    """What a platform says of a worker's end, whatever its reason, is an echo where more is known of that end."""
+    ended = [one.rank for one in case.live if _KILLED.match(one.signature) and one.signature != "exit.oom"]
+    case.drop(
+        lambda one: one.signature in _ECHOES and any(-1 in (one.rank, rank) or one.rank == rank for rank in ended),
+        "an echo: it is known how that worker ended",
+    )
+    raised = [one for one in case.live if one.source == ERROR and one.verdict != CASC and one.signature not in _ECHOES]
+    case.drop(
+        lambda one: (
+            one.signature in _ECHOES
+            and any(end.at <= one.at and (-1 in (one.rank, end.rank) or one.rank == end.rank) for end in raised)
+        ),
+        "an echo: the exception that ended that worker says why",
+    )
+
+
 def swept(case: Case) -> None:
     """What launchers and schedulers do to the rest once something has failed."""
     ends = ("exit.sigterm", "exit.sigkill", *_CANCELS)
@@ -54,10 +71,14 @@ def swept(case: Case) -> None:
         one for one in case.seen if one.signature not in ends and (one.verdict == CASC or case.action(one) != "obs")
     ]
     causes = [one for one in causes if case.table.get(one.signature) is None or not one.signature.endswith(".sweep")]
+    killed = [one.at for one in case.seen if one.signature == "exit.sigkill"]
     case.drop(
         lambda one: (
             one.signature in _CANCELS
-            and any(cause.at <= one.at + (us(BURST_S) if " STEP " in one.text else 0) for cause in causes)
+            and (
+                any(cause.at <= one.at + (us(BURST_S) if " STEP " in one.text else 0) for cause in causes)
+                or any(at < one.at for at in killed)  # whom the scheduler kills, it kills after it has said so
+            )
         ),
         "swept: cancelled after something had failed",
     )
