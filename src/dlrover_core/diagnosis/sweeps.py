@@ -71,13 +71,13 @@ def swept(case: Case) -> None:
         one for one in case.seen if one.signature not in ends and (one.verdict == CASC or case.action(one) != "obs")
     ]
     causes = [one for one in causes if case.table.get(one.signature) is None or not one.signature.endswith(".sweep")]
-    killed = [one.at for one in case.seen if one.signature == "exit.sigkill"]
+    kills = [one.at for one in case.seen if one.signature == "exit.sigkill"]
     case.drop(
         lambda one: (
             one.signature in _CANCELS
             and (
                 any(cause.at <= one.at + (us(BURST_S) if " STEP " in one.text else 0) for cause in causes)
-                or any(at < one.at for at in killed)  # whom the scheduler kills, it kills after it has said so
+                or any(at < one.at for at in kills)  # whom the scheduler kills, it kills after it has said so
             )
         ),
         "swept: cancelled after something had failed",
