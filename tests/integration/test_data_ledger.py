@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from running import SCRIPTS, Job
-from tools.campaign_data import BATCH, proved
+from tools.campaign_data import BATCH, lineage, proof, proved
+
+from dlrover_core.data.permutation import Order
 
 LIMIT_S = 110.0
 STEPS = 21
@@ -26,3 +28,22 @@ def test_what_entered_the_steps_is_what_the_log_proves(tmp_path: Path) -> None:
         registered = [one["fields"]["global_batch"] for one in job.events("DatasetRegistered")]
     assert registered == [0, BATCH]
     assert (found["dataset"], found["generations"], found["resumed"]) == ("train", 2, 1)
+
+
+@pytest.mark.nightly
+def test_a_trainer_whose_rank_is_killed_counts_each_sample_once(tmp_path: Path) -> None:
+    """Hugging Face's Trainer draws ahead on two ranks, one of which is killed in the second epoch."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    steps, size, batch, seed = 14, 40, 8, 3  # as in small_huggingface
+    script = [str(SCRIPTS / "hf_ranks.py"), str(steps), "1:9"]
+    with Job(tmp_path, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", *script) as job:
+        assert job.ended(LIMIT_S) == 0, job.said()[-3000:]
+        found = proof(job)
+    every = [one for epoch in range(3) for one in Order(size, seed, epoch).indices(0, size)]
+    made = lineage(tmp_path)
+    assert list(made) == list(range(1, steps + 1))
+    assert [sorted(made[step + 1]) for step in range(steps)] == [
+        sorted(every[step * batch : (step + 1) * batch]) for step in range(steps)
+    ]
+    assert (found["samples"], found["generations"], found["findings"]) == (steps * batch, 2, [])
