@@ -26,6 +26,7 @@ NAMES = (
     "join_2000", "idle", "commands", "records", "replay", "etcd_append", "etcd_latency", "etcd_read", "failover", "etcd_growth",
     "simulate", "crashes", "goodput", "matcher", "diagnosis", "corpus", "straggler", "detectors", "import", "checkpoint",
     "layout", "digests", "roles", "detached", "data", "leases", "k8s", "k8s_kills", "k8s_away",
+    "ray",
 )  # fmt: skip
 HEAD, TAIL = "## Latest results", "## Reading them"
 MISSED, OVER = "<!-- missed: made by tools/benchmark_table.py -->", "<!-- end -->"

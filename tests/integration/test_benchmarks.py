@@ -53,6 +53,7 @@ BY_NIGHT = {
     "layout": "--ranks 4 --peer 4",
     "leases": "--trials 1 --seconds 0.5 --epoch-s 1",
     "overhead": "--steps 20",
+    "ray": "--only failing idle --nodes 4 --living 1 --seconds 1",
     "roles": "--rollouts 2 --kills 1",
 }
 

@@ -83,6 +83,11 @@ def test_what_a_killed_launcher_leaves_is_removed(ground: RayGround, tmp_path: P
         desk = desk_of(tmp_path)
     assert "e2e" in dlrover_ray(ground, "ls")
     assert processes_of(run)
+    # Elsewhere nobody knows of that run: the name is refused, before anything is started.
+    (tmp_path / "elsewhere").mkdir()
+    with job_of(ground, tmp_path / "elsewhere") as second:
+        assert second.ended() == 2
+        assert f"'e2e' is in use in this cluster, where 2 nodes of its run {run} live" in second.said(), second.said()
     assert f"removed job e2e, run {run}" in dlrover_ray(ground, "rm", "e2e")
     assert len(dlrover_ray(ground, "ls").splitlines()) == 1
     assert processes_of(run) == []

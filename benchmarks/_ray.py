@@ -1,0 +1,179 @@
+"""Ray clusters on this machine, and one training loop in them under our launcher or Ray Train's."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TextIO
+
+from _bench import HERE, say
+from _jobs import OURS, Broken, Job, Line, kept
+
+from dlrover_backends.shared import process
+
+SCRIPT, GROUND = HERE / "scripts" / "ray_step.py", HERE / "scripts" / "ray_ground.py"
+TRAIN = "Ray Train"
+LOCAL = "the local backend"
+NEEDS = {
+    "pandas": "pandas",
+    "tensorboardX": "tensorboardX",
+    "pyarrow": "pyarrow",
+    "fsspec": "fsspec",
+    "requests": "requests",
+    "pydantic": "pydantic",
+    "dateutil": "python-dateutil",
+    "six": "six",
+}
+"""What ``ray[train]`` needs beside Ray, by the name of its module."""
+ORDER_S, START_S = 60.0, 90.0
+
+
+class Ground:
+    """A running cluster."""
+
+    def __init__(self, orders: TextIO, answers: TextIO) -> None:
+        self._orders, self._answers = orders, answers
+        told = self._heard(START_S)
+        self.pid, self.address = int(told["pid"]), str(told["address"])
+
+    def order(self, order: str, **told: Any) -> Any:
+        """Have something done to the cluster; what came of it. Raises `Broken`."""
+        self._orders.write(json.dumps({"order": order, **told}) + "\n")
+        self._orders.flush()
+        return self._heard(ORDER_S)
+
+    def host_of(self, pid: int) -> str:
+        """The host on which a process is: the one whose raylet is above it. Raises `Broken`."""
+        raylets = {int(raylet): host for host, raylet in self.order("raylets").items()}
+        for one in above(pid):
+            if one in raylets:
+                return raylets[one]
+        raise Broken(f"no raylet is above process {pid}")
+
+    def _heard(self, bound_s: float) -> Any:
+        if not select.select([self._answers], [], [], bound_s)[0]:
+            raise Broken(f"the cluster said nothing for {bound_s:g} s")
+        line = self._answers.readline()
+        if not line:
+            raise Broken("the cluster's process has ended")
+        return json.loads(line)
+
+
+@contextlib.contextmanager
+def ground(hosts: int) -> Iterator[Ground]:
+    """A cluster of so many raylets, each with one CPU; nothing of it is left at the end."""
+    mark = os.urandom(16).hex()
+    folder = tempfile.mkdtemp(prefix="rb-", dir="/tmp")  # not below TMPDIR: a socket's address has 107 bytes
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("DLROVER", "RAY_"))}
+    env |= {process.MARK: mark, **_peers_path()}
+    with Path(folder, "ground.log").open("w", encoding="utf-8") as said:
+        child = subprocess.Popen(
+            [sys.executable, str(GROUND), folder, str(hosts)],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            start_new_session=True,
+        )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        yield Ground(child.stdin, child.stdout)
+    finally:
+        child.kill()
+        # Raylets, their workers and all that these have started bear the mark, or belong to the session.
+        process.kill_all(mark, child.pid, 20.0)
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def ray_job(launcher: str, cluster: Ground | None, nodes: str, *options: str) -> Iterator[Job]:
+    """The loop under a launcher, with ``nodes`` (``MIN:MAX``) of one worker each. No cluster: our local backend, two nodes."""
+
+    def make(folder: Path) -> Job:
+        job = Job(OURS, folder, options, script=SCRIPT)
+        script = job.command[job.command.index(str(SCRIPT)) :]
+        if cluster is None:
+            job.command = [*job.command[:5], "--local-nodes", "2", "--nproc-per-node", "1", *script]
+            return job
+        if launcher == TRAIN:
+            job.command = [sys.executable, *script, "--trainer", nodes]
+            job.env = {"RAY_ADDRESS": cluster.address, "RAY_TRAIN_V2_ENABLED": "1", **_peers_path()}
+            return job
+        ours = ("--backend", "ray", "--ray-address", cluster.address, "--resources", "CPU=1", "--bind", "127.0.0.1")
+        job.command = [*job.command[:5], *ours, "--nnodes", nodes, "--nproc-per-node", "1", *script]
+        return job
+
+    with kept(make) as job:
+        yield job
+
+
+def _peers_path() -> dict[str, str]:
+    """Where Ray Train finds what it needs; this environment's own where it has all of it."""
+    missing = [package for module, package in NEEDS.items() if importlib.util.find_spec(module) is None]
+    if not missing:
+        return {}
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = cache / "dlrover-bench" / "ray-train"
+    if not (home / "pandas").exists():
+        say(f"installing what Ray Train needs in {home}, once: {', '.join(missing)}")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(home), *missing]
+        subprocess.run(command, check=True)
+    return {"PYTHONPATH": str(home)}
+
+
+def above(pid: int) -> Iterator[int]:
+    """The process, its parent, and so on."""
+    while pid > 1:
+        yield pid
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return
+
+
+def stepping(lines: Sequence[Line], ranks: int, beside: set[int], since: float = 0.0) -> float:
+    """When so many ranks of one world, none of them in ``beside``, had all made a step; 0: not yet."""
+    worlds: dict[int, int] = {}
+    for line in lines:
+        if line.what == "begin":
+            worlds[line.pid] = line.step
+    firsts: dict[int, dict[int, float]] = {}
+    for line in lines:
+        size = worlds.get(line.pid, 0)
+        if line.what == "step" and line.pid not in beside and size == ranks and line.at > since:
+            firsts.setdefault(line.attempt, {}).setdefault(line.rank, line.at)
+    return min((max(one.values()) for one in firsts.values() if len(one) == ranks), default=0.0)
+
+
+def stopped_for(lines: Sequence[Line], since: float, until: float) -> float:
+    """The longest time between two steps of anybody, between two moments."""
+    at = sorted(line.at for line in lines if line.what == "step" and since - 5 <= line.at <= until)
+    return max((after - before for before, after in pairwise(at) if after > since), default=0.0)
+
+
+def lost(lines: Sequence[Line], before: set[int]) -> int:
+    """Steps that were made twice: those of the old world beyond the first of the new one."""
+    old = max(line.step for line in lines if line.what == "step" and line.pid in before)
+    new = min(line.step for line in lines if line.what == "step" and line.pid not in before)
+    return max(0, old + 1 - new)
+
+
+def now() -> float:
+    """Seconds by CLOCK_MONOTONIC."""
+    return time.monotonic()
