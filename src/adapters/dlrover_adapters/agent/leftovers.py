@@ -30,6 +30,9 @@ REAP_S, END_S = 5.0, 10.0
 ASK_S = 0.5
 """How often it is asked, while leavings have their grace, whether the job is to be stopped."""
 
+SWEEPER = "dlrover-sweeper"
+"""Of a node that a scheduler has started, it is a child of its agent's, and removes its folder when all else is dead."""
+
 _adopting = False
 
 _log = structlog.get_logger(__name__)
@@ -138,7 +141,7 @@ def _orphans(ours: Collection[str]) -> list[Member]:
     if not _adopting:
         return []
     own = os.getsid(0)
-    children = [one for one in children_of_ours() if one.session != own and one.name not in ours]
+    children = [one for one in children_of_ours() if one.session != own and one.name not in {*ours, SWEEPER}]
     mine = known()  # asked last: what was started meanwhile is among them
     return [one for one in children if one.pid not in mine]
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dlrover_adapters.agent import run_folders
+from dlrover_backends.shared import process
 from dlrover_core.errors import SpecError
 from dlrover_core.host import cgroups
 
@@ -187,8 +188,9 @@ def _sweeper(path: Path, mark: str, group: str, pipe: int, *locks: int) -> subpr
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         pass_fds=(pipe, *locks),
-        # Without the marks of a node or a run that this process bears: whoever buries it would bury its sweeper, too.
-        env={name: value for name, value in os.environ.items() if not name.startswith("DLROVER_")},
+        # Without the mark of a node: whoever buries this process would bury its sweeper, too. With that of a run: a launcher
+        # takes children without any for orphans.
+        env={name: value for name, value in os.environ.items() if name != process.MARK},
         start_new_session=True,
         cwd="/",
     )
