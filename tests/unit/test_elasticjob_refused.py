@@ -61,6 +61,18 @@ def forbidden(path: str, message: str) -> Forbidden:
             True,
         ),
         (
+            forbidden("/apis/policy/v1/namespaces/nodes/poddisruptionbudgets/mnist-nodes", CANNOT),
+            "MissingRight",
+            ["kubectl apply -k deploy/overlays/cluster-wide grants it"],
+            True,
+        ),
+        (
+            forbidden("/api/v1/nodes/gpu-1", CANNOT),
+            "MissingRight",
+            ["kubectl apply -k deploy/overlays/node-reader grants it"],
+            True,
+        ),
+        (
             forbidden("/api/v1/namespaces/ml/persistentvolumeclaims", "exceeded quota: storage, requested: 1Gi"),
             "QuotaExceeded",
             ["create persistentvolumeclaims in namespace ml: exceeded quota"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import yaml
 from dlrover_adapters.cli.k8s_lines import Lines
 from dlrover_backends.k8s.elasticjob import reconcile, translate
 from dlrover_backends.k8s.elasticjob.reconcile import Observed, Settings
+from dlrover_backends.k8s.elasticjob.shell import Word
 from dlrover_core.errors import SpecError
 
 Json = dict[str, Any]
@@ -124,3 +127,29 @@ def test_a_bad_line_makes_nothing() -> None:
     (accepted,) = found.status["conditions"]
     assert (accepted["type"], accepted["status"]) == ("Accepted", "False")
     assert "did you mean --max-restarts?" in accepted["message"]
+
+
+def test_a_line_that_is_refused_again_and_again_holds_nothing_of_those_that_asked() -> None:
+    """The operator asks every few seconds: what its callers have in hand must not live on in an error that is remembered."""
+
+    class Held:
+        """Something that a caller has in hand."""
+
+    seen: list[weakref.ref[Held]] = []
+    for _ in range(3):
+        held = Held()
+        seen.append(weakref.ref(held))
+        with pytest.raises(SpecError, match="nodes: no"):
+            _asked(held)
+        del held
+    gc.collect()
+    assert [one() for one in seen] == [None, None, None]
+
+
+def _asked(held: object) -> None:
+    """Asks with ``held`` in its frame."""
+    assert held
+    try:
+        Lines().line([Word("--nnodes", 0, 8), Word("none", 9, 13), Word("a.py", 14, 18)])
+    except SpecError:
+        raise SpecError("nodes", "no") from None

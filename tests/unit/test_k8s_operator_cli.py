@@ -82,3 +82,17 @@ def test_a_pod_that_cannot_be_read_is_told(given: list[tuple[Settings, str]], mo
     with pytest.raises(SpecError, match=r"operator-1 cannot be read: .* not found; say --image IMG"):
         asyncio.run(k8s_operator._run(k8s_operator.parser().parse_args([]), ""))
     assert given == []
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("sqlite:///a", "sqlite: is no log that masters in pods share"),
+        ("etcds://etcd:2379", "etcds: is not known"),
+        ("etcd://etcd:2379?cacert=/c.pem&ttl=3", "cacert: masters of ElasticJobs have no such file"),
+    ],
+)
+def test_a_log_that_no_job_could_reach_is_refused(log: str, said: str) -> None:
+    """Before anything is made."""
+    with pytest.raises(SpecError, match=said):
+        k8s_operator.run(["--log", log])

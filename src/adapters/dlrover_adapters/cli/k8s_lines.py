@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover_adapters.cli import groups, node, ray_flags, usage
 from dlrover_adapters.cli import options as cli_options
@@ -48,9 +48,20 @@ class Lines:
         _raised(_job(tuple(words), path, job_file))
 
 
-def _raised(error: SpecError | None) -> None:
-    if error is not None:
-        raise error
+class Fault(NamedTuple):
+    """What is wrong with a line. No error is kept: each time that it is raised it takes hold of its callers' frames."""
+
+    field: str
+    message: str
+
+
+def _fault(error: SpecError) -> Fault:
+    return Fault(error.field, str(error).removeprefix(f"{error.field}: "))
+
+
+def _raised(fault: Fault | None) -> None:
+    if fault is not None:
+        raise SpecError(*fault)
 
 
 def _closed(words: Sequence[Word]) -> Iterator[str]:
@@ -82,12 +93,12 @@ def _known() -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=KNOWN_MAX)
-def _line(words: tuple[str, ...]) -> SpecError | None:
+def _line(words: tuple[str, ...]) -> Fault | None:
     """What is wrong with it; None: nothing."""
     try:
         _check(words)
     except SpecError as error:
-        return error
+        return _fault(error)
     return None
 
 
@@ -118,7 +129,7 @@ def _parser() -> usage.Parser:
 
 
 @functools.lru_cache(maxsize=KNOWN_MAX)
-def _job(words: tuple[str, ...], path: str, job_file: str) -> SpecError | None:
+def _job(words: tuple[str, ...], path: str, job_file: str) -> Fault | None:
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
             file.write(job_file)
@@ -131,5 +142,5 @@ def _job(words: tuple[str, ...], path: str, job_file: str) -> SpecError | None:
             cli_options.check(options)
             groups.spec(options, cli_options.job_name(options), groups.plans(options))
     except SpecError as error:
-        return error
+        return _fault(error)
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import quote, urlencode
+from urllib.parse import parse_qs, quote, urlencode
 
 from dlrover_core.errors import SpecError
 
@@ -32,6 +32,25 @@ class Told(NamedTuple):
     files: dict[str, str]
 
 
+def check_no_files(log: str) -> None:
+    """Refuse a URL whose files would have to lie in every job's pods. Raises `SpecError`."""
+    _check_plain(log)
+    asked = parse_qs(log.partition("?")[2])
+    if files := [name for name in (*FILES, "password_file") if name in asked]:
+        raise SpecError(
+            "log",
+            f"{', '.join(files)}: masters of ElasticJobs have no such file; say an etcd without TLS, the password in its URL",
+        )
+
+
+def _check_plain(log: str) -> None:
+    if _TLS.match(log):
+        raise SpecError(
+            "log",
+            "etcds: is not known: say etcd://HOST:2379?cacert=FILE, and with client certificates &cert=FILE&key=FILE",
+        )
+
+
 def read(log: str, folder: str, *, password: str | None = None, key: str | None = None) -> Told:
     """What masters in pods are told of this log. Raises `SpecError` where etcd cannot be asked with what it names.
 
@@ -39,11 +58,7 @@ def read(log: str, folder: str, *, password: str | None = None, key: str | None 
     password: stands for etcd's; None: the true one
     key:      stands for the client's key; None: the true one
     """
-    if _TLS.match(log):
-        raise SpecError(
-            "log",
-            "etcds: is not known: say etcd://HOST:2379?cacert=FILE, and with client certificates &cert=FILE&key=FILE",
-        )
+    _check_plain(log)
     if not log.lower().startswith("etcd:"):
         return Told(log, {})
     from dlrover_adapters.etcd import address

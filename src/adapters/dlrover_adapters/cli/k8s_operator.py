@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dlrover_adapters.cli import usage
+from dlrover_adapters.cli import k8s_log, usage
 from dlrover_core.errors import SpecError
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def run(words: Sequence[str]) -> int:
     log = args.log or os.environ.get(LOG, "")
     if log and not log.startswith("etcd"):
         raise SpecError("log", f"{log.partition(':')[0]}: is no log that masters in pods share; say etcd://HOST:2379")
+    k8s_log.check_no_files(log)
     return asyncio.run(_run(args, log))
 
 

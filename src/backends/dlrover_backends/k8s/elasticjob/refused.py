@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, Invalid, NotFound, Request
@@ -18,10 +19,10 @@ TAKEN, RIGHT, QUOTA, RULES, INVALID, MISSING, NO_ANSWER = (
 HOME, ROLE = "dlrover", "dlrover-operator"
 """Where ``deploy/base`` puts the operator, and its Role."""
 OVERLAYS = (
-    ("kueue.x-k8s.io", "deploy/overlays/kueue"),
-    ("nodes", "deploy/overlays/node-reader"),
+    (re.compile(r"kueue\.x-k8s\.io"), "deploy/overlays/kueue"),
+    (re.compile(r"^nodes(/|$)|[\"\[]nodes[\"\] ]"), "deploy/overlays/node-reader"),
 )
-"""Which overlay grants what ``deploy/base`` does not."""
+"""Which overlay grants what ``deploy/base`` does not: by the resource, or by a rule as RBAC writes it."""
 
 
 class Taken(Conflict):
@@ -73,9 +74,9 @@ def _forbidden(error: Forbidden, asked: str) -> Refusal:
 def remedy(error: ApiError) -> str:
     """Which part of ``deploy/`` grants the right that an answer says is missing."""
     namespace, resource = _place(error.asked)
-    lacking = error.message.partition("attempting to grant")[2] or f"{error.asked.path} {resource}"
-    for word, overlay in OVERLAYS:
-        if word in lacking:
+    lacking = error.message.partition("attempting to grant")[2] or resource
+    for named, overlay in OVERLAYS:
+        if named.search(lacking):
             return f"kubectl apply -k {overlay} grants it"
     if namespace in {HOME, "NAMESPACE"}:
         return f"kubectl apply -k deploy/base grants it, by its Role {ROLE}"
