@@ -270,8 +270,25 @@ def test_an_agent_that_leaves_says_what_was_used(play: Any) -> None:
         line.close()
         await settling
         assert one.sent[1:] == [ReportAcked("n-0-1", "eval", Ranges([(0, 4)]).pack()), ReturnLease("n-0-1", "eval")]
+        assert not one.desk.told
         with pytest.raises(SpecError, match="this node leaves the job"):
             await one.draw(await one.line())
+
+    play(test)
+
+
+def test_an_agent_that_leaves_wants_nothing_any_more(play: Any) -> None:
+    """Its next heartbeat asks for nothing, and comes soon. What was granted to it meanwhile it gives back unseen."""
+
+    async def test(one: Stand) -> None:
+        line = await one.line()
+        await one.until(lambda: one.desk.told and one.ask.aim)
+        one.desk.hurried.clear()
+        line.close()
+        await one.duty.settle(NOBODY)
+        assert not one.desk.told
+        assert one.desk.hurried.is_set()
+        assert one.sent[1:] == [ReturnLease("n-0-1", "eval")]
 
     play(test)
 

@@ -223,6 +223,19 @@ def test_one_question_splits_what_a_slow_node_has_not_handed_out(drive: Drive, s
     assert spans_of(told(drive, B).spans)[0][0] == given[0][0]
 
 
+def test_a_node_that_has_given_its_lease_back_is_granted_nothing(drive: Drive) -> None:
+    """Its last heartbeat asked for more, and it leaves by no plan of ours: it was not told to. Others are granted."""
+    leasing, drawing = Leasing(), (LeaseBeat((Ask("eval", aim=40, least=4),)),)
+    hear(drive, A, 20)
+    for node in (A, B):
+        leasing.heard(drive.state, node, Beat(1, 1, 0, drawing))
+    leasing.reported(ReturnLease(A, "eval"))
+    drive.do(ReturnLease(A, "eval"))
+    for command in leasing.findings(drive.state, drive.now):
+        drive.do(command)
+    assert list(leased(drive).held) == [B]
+
+
 def test_what_a_dead_worker_had_is_told(drive: Drive) -> None:
     """The node keeps it. Nonsense is refused with its value."""
     hear(drive, A, 20)

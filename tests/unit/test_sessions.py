@@ -10,9 +10,11 @@ import pytest
 
 from dlrover_core.errors import ConnectionLost
 from dlrover_core.job import nodes
+from dlrover_core.job.leases import ReturnLease
 from dlrover_core.job.orders import Order, Work
 from dlrover_core.runtime import messages, pipeline, sessions
 from dlrover_core.runtime.keeping import KeptBeat
+from dlrover_core.runtime.leasing import Leasing
 from dlrover_core.runtime.levels import Beat
 from dlrover_core.runtime.messages import Again, Answer, Goodbye, Hello, Level, Message, Numbered, Welcome
 from dlrover_core.runtime.sessions import Session
@@ -207,6 +209,22 @@ def test_a_beat_of_a_generation_that_never_was() -> None:
             await asyncio.sleep(0.01)
             await connection.close()
         assert cluster.leader.sessions.keeping.holds("worker-0-0") == (1, (4,))
+
+    tell(story)
+
+
+def test_listeners_hear_what_nodes_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, before a heartbeat that comes later."""
+
+    async def story(cluster: Cluster) -> None:
+        heard: list[object] = []
+        monkeypatch.setattr(Leasing, "reported", lambda _, command: heard.append(command))
+        connection = await dial(cluster, HELLO._replace(boot=cluster.agents["worker-0-0"]._boot))
+        returned = ReturnLease("worker-0-0", "eval")
+        await connection.send(messages.encode(messages.numbered(1, returned)))
+        await asyncio.sleep(0.01)
+        assert heard == [returned]
+        await connection.close()
 
     tell(story)
 

@@ -13,10 +13,20 @@ from typing import NamedTuple
 
 from dlrover_core.data.ranges import Ranges
 from dlrover_core.errors import SpecError
-from dlrover_core.job.leases import BYTES_MAX, RATE_MAX, SPANS_MAX, HearLease, Leased, RecallLease, spans_of
+from dlrover_core.job.leases import (
+    BYTES_MAX,
+    RATE_MAX,
+    SPANS_MAX,
+    HearLease,
+    Leased,
+    RecallLease,
+    ReturnLease,
+    spans_of,
+)
 from dlrover_core.job.names import group_of
 from dlrover_core.job.shards import DATASETS_MAX, NUMBER_MAX
 from dlrover_core.job.state import JobState
+from dlrover_core.kernel.engine import Command
 from dlrover_core.kernel.wire import find, part
 from dlrover_core.runtime.levels import Beat, Levels
 
@@ -104,6 +114,11 @@ class Leasing(Levels):
         spans = leased.lease(node).spans
         last = not leased.free and bool(spans) and not Ranges(spans) - Ranges(spans_of(ask.acked))
         return _answers(leased, node, ask) or last or (ask.idle and not leased.finished)
+
+    def reported(self, command: Command) -> None:
+        """A node that gives its lease back wants nothing any more: the heartbeats that asked came before."""
+        if isinstance(command, ReturnLease):
+            self._asks.get(command.node, {}).pop(command.dataset, None)
 
     def forget(self, node: str) -> None:
         """The node is gone."""

@@ -42,6 +42,9 @@ class Levels:
         """Take in a node's heartbeat. True: a finding must not wait for the next look."""
         return False
 
+    def reported(self, command: Command) -> None:
+        """A node has sent a command, which is not decided yet."""
+
     def forget(self, node: str) -> None:
         """The node is gone."""
 

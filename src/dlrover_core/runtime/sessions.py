@@ -376,6 +376,8 @@ class Sessions:
         # An agent speaks for its own node and for no other.
         if getattr(command, "node", session.node) != session.node:
             raise MalformedMessage(f"{session.node} speaks for {getattr(command, 'node', '')}")
+        for one in self._levels:
+            one.reported(command)
         origin = Origin(session.node, session.boot, message.number)
         future = self._master.submit(command, origin)
 

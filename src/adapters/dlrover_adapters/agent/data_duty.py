@@ -280,12 +280,15 @@ class DataDuty:
         with contextlib.suppress(asyncio.TimeoutError):
             await within(order.grace_us / SECOND_US + LAST_S, self._quiet.wait())
         self._leaving = True
+        # First of all: the leader grants by the newest heartbeat, and what it granted after the return would count as lost.
+        self._desk.tell(LeaseBeat())
+        self._desk.hurry()
         for name, lease in self._leases.items():
             for acked in _messages(lease.acked):
                 self._desk.send(ReportAcked(self._desk.node, name, acked))
             if lease.in_hands:  # its worker survives SIGKILL
                 self._report(name, lease.in_hands, "the node's agent leaves, and a worker still runs")
-            if lease.holds:
+            if not lease.finished:  # a grant may be on its way to a node that holds nothing
                 self._desk.send(ReturnLease(self._desk.node, name))
 
 
