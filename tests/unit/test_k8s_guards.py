@@ -6,11 +6,12 @@ import asyncio
 import dataclasses
 from typing import Any
 
+import pytest
 from k8s_inside import Inside
 
 from dlrover_backends.k8s import names
 from dlrover_backends.k8s.client import KubernetesBackend
-from dlrover_backends.k8s.errors import Forbidden, Request
+from dlrover_backends.k8s.errors import ApiError, Busy, Forbidden, Request, Unreachable
 from dlrover_core.runtime.backend import GroupSize, Wanted
 from dlrover_core.runtime.backends import BackendContext
 
@@ -50,9 +51,9 @@ def test_nodes_are_reached_from_their_job_alone() -> None:
     (secret,) = server.objects("secrets")
     assert {one["metadata"]["ownerReferences"][0]["uid"] for one in (policy, budget)} == {secret["metadata"]["uid"]}
     selected = policy["spec"]["podSelector"]
-    assert selected == budget["spec"]["selector"]
-    assert selected["matchLabels"] == names.labels("digits", "r-1")
-    assert selected["matchExpressions"] == [{"key": names.LABEL_NODE, "operator": "Exists"}]
+    assert selected == {"matchLabels": names.labels("digits", "r-1")}, "standbys, too, which are no nodes yet"
+    nodes = [{"key": names.LABEL_NODE, "operator": "Exists"}]
+    assert budget["spec"]["selector"] == {**selected, "matchExpressions": nodes}
     assert policy["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": selected["matchLabels"]}}]}]
 
 
@@ -69,20 +70,52 @@ def test_a_drain_leaves_what_the_job_needs() -> None:
 
 
 class Without(Inside):
-    """A cluster in which nobody has a right to policies and budgets."""
+    """A cluster that refuses to make or change so many policies and budgets."""
+
+    def __init__(self, refusals: int = 10**6, error: type[ApiError] = Forbidden, status: int = 403) -> None:
+        super().__init__()
+        self.refusals, self._error, self._status = refusals, error, status
 
     async def ask(self, method: str, path: str, **more: Any) -> Json:
         """Everything else."""
-        if path.startswith("/apis/") and method != "GET":
-            raise Forbidden(Request(method, path), 403, 'User "u" cannot create resource')
+        if path.startswith("/apis/") and method != "GET" and self.refusals:
+            self.refusals -= 1
+            raise self._error(Request(method, path), self._status, 'User "u" cannot create resource')
         return await super().ask(method, path, **more)
 
 
-def test_guards_are_in_nobodys_way() -> None:
-    """Without the rights the job runs all the same."""
-    server = Without()
+@pytest.mark.parametrize(("error", "status"), [(Forbidden, 403), (Busy, 500), (Unreachable, 0)])
+def test_guards_are_in_nobodys_way(error: type[ApiError], status: int) -> None:
+    """Without the rights, or while the API server fails, the job runs all the same."""
+    server = Without(error=error, status=status)
     sized(server, (4, 4), (4, 4), (2, 2))
     assert guards(server) == []
+
+
+@pytest.mark.parametrize(("error", "status"), [(Forbidden, 403), (Busy, 500)])
+def test_guards_are_made_later(error: type[ApiError], status: int) -> None:
+    """What was not made is made once it may be: it is not taken for something that is there."""
+    server = Without(2, error, status)
+    sized(server, (4, 4), (4, 4), (4, 4))
+    assert (len(guards(server)), kept(server)) == (2, 3)
+
+
+def test_guards_that_somebody_deleted_come_back() -> None:
+    """A change of sizes finds none to change, and the next time it is made."""
+
+    async def story() -> None:
+        server = Inside()
+        backend = KubernetesBackend(HERE, server)
+        for fewest in (4, 2):
+            for _ in range(2):
+                await backend.sized(Wanted((SIZE._replace(nodes_min=fewest),)), 1)
+            if fewest == 4:
+                (budget,) = server.objects("poddisruptionbudgets", "policy")
+                where = "/apis/policy/v1/namespaces/ml/poddisruptionbudgets"
+                await server.ask("DELETE", f"{where}/{budget['metadata']['name']}")
+        assert kept(server) == 2
+
+    asyncio.run(asyncio.wait_for(story(), 20))
 
 
 def test_masters_in_pods_have_theirs() -> None:

@@ -7,17 +7,21 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
 from k8s_inside import EPOCH, Inside
 from k8s_virtual import OVER, PODS, _status
 
-from dlrover_backends.k8s import names, standbys
+from dlrover_backends.k8s import claims, names, standbys
 from dlrover_backends.k8s.client import KubernetesBackend
 from dlrover_backends.k8s.errors import ApiError
+from dlrover_backends.k8s.warm import DEAF_S
 from dlrover_core import BackendContext
+from dlrover_core.errors import LaunchRefused
 from dlrover_core.history import incident_of, render_story
 from dlrover_core.job import job
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.agent import Agent
+from dlrover_core.runtime.backend import GroupSize, Wanted
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.cluster import Cluster
@@ -25,6 +29,8 @@ from dlrover_core.testing.platform import Platform
 from dlrover_core.testing.training import MemoryLauncher, Training
 
 HERE = BackendContext("warm", "run-1", ("m:1",), "t", arguments=("a.py",), args="image=i,namespace=ml")
+SIZE = GroupSize("worker", "worker", 2, 2, standby=1)
+OWNER = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "own", "uid": "u-0"}}
 
 
 class Warmed(Cluster):
@@ -273,7 +279,7 @@ def test_an_avoided_host_s_standby_is_not_taken() -> None:
         host = standbys.host_of(warm)
         backend: Any = on.cluster.master._leveller._backend  # type: ignore[union-attr]
         owner, node = await backend._owned(), NodeLaunch("warm-worker-1-1", "worker-1-1", "worker", 1, 1, 1, (host,))
-        assert await backend._warm.take(node, owner, None, 99) is None
+        assert await backend._warm.take(node, owner, backend._template, 99) is None
         await on.cluster.until(lambda: bool(on.free()) and on.free()[0]["metadata"]["uid"] != warm["metadata"]["uid"])
         assert on.free()[0]["metadata"]["annotations"][names.NOTE_AVOID] == host
 
@@ -319,5 +325,91 @@ def test_a_gang_has_no_standbys() -> None:
         backend = KubernetesBackend(BackendContext(**{**vars(HERE), "args": "image=i,queue=q"}), on.api)
         assert backend._warm is None
         await backend.close()
+
+    tell(story)
+
+
+@pytest.mark.parametrize("args", ["namespace=ml", "namespace=ml,template=configmap:none"])
+def test_standbys_that_cannot_be_described_hold_up_nothing(args: str) -> None:
+    """Without an image or a template the sizes are known all the same: each launch says what is wrong."""
+
+    async def story() -> None:
+        backend = KubernetesBackend(BackendContext(**{**vars(HERE), "args": args}), Inside())
+        assert backend._warm is not None
+        await backend.sized(Wanted((SIZE,)), 1)
+        assert backend._warm.used
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_a_broken_template_leaves_standbys_and_claims() -> None:
+    """A master that leads while the template is broken deletes no standby, and a node stays what the book says."""
+
+    async def story(on: Stage) -> None:
+        await on.warm()
+        (warm,) = on.free()
+        heir: Any = KubernetesBackend(HERE, on.api, now=asyncio.get_running_loop().time)
+
+        async def broken(group: str) -> None:
+            raise LaunchRefused(f"template of {group}: no JSON", permanent=True)
+
+        heir._template = broken
+        owner, uid, keeper = await heir._owned(), warm["metadata"]["uid"], heir._warm
+        await heir.sized(Wanted((SIZE,)), 1)
+        assert keeper._unfit(uid, warm) == ""
+        said = claims.Standby(warm["metadata"]["name"], uid)
+        assert await keeper._claims.write(await keeper._claims.read(owner), "worker-1-1", said.text)
+        node = NodeLaunch("warm-worker-1-1", "worker-1-1", "worker", 1, 1, 1, ())
+        assert await heir.launch(node, 1) == standbys.seat_of(warm)
+
+    tell(story)
+
+
+def test_silence_counts_from_when_it_runs() -> None:
+    """A standby that was pending for long is not deaf the moment it runs."""
+    at = [0.0]
+    backend: Any = KubernetesBackend(HERE, Inside(), now=lambda: at[0])
+    pod: Any = standbys.manifest(HERE, backend._told, standbys.node_of(SIZE), OWNER)
+    pod["metadata"] |= {"uid": "u-1", "resourceVersion": "1"}
+
+    async def story() -> None:
+        async def owned() -> Any:
+            return OWNER
+
+        async def template(_: str) -> None:
+            return None
+
+        keeper = backend._warm
+        await keeper.sized(Wanted((SIZE,)), owned, template, 1)
+        keeper.changed("ADDED", pod)
+        at[0] += 2 * DEAF_S
+        running = {**pod, "status": {"phase": "Running"}}
+        keeper.changed("MODIFIED", running)
+        assert keeper._unfit("u-1", running) == ""
+        at[0] += DEAF_S + 1
+        assert "no master has heard" in keeper._unfit("u-1", running)
+
+    asyncio.run(story())
+
+
+def test_a_mistake_is_not_the_end_of_standbys() -> None:
+    """An error of our own is logged, and standbys are made all the same afterwards."""
+
+    async def story(on: Stage) -> None:
+        backend: Any = on.cluster.master._leveller._backend  # type: ignore[union-attr]
+        keeper, failed = backend._warm, []
+        level = keeper._level
+
+        async def fails() -> float:
+            failed.append(1)
+            keeper._level = level
+            raise KeyError("gone")
+
+        await on.warm()
+        keeper._level = fails
+        on.kill(on.free()[0])
+        await on.cluster.until(lambda: bool(failed))
+        await on.cluster.until(lambda: not on.free())
+        await on.warm()
 
     tell(story)

@@ -39,7 +39,7 @@ from dlrover_backends.k8s.listwatch import READ_S, ListWatch, Snapshot
 from dlrover_backends.k8s.warm import Warm
 from dlrover_core.errors import CoreError, LaunchRefused, SpecError
 from dlrover_core.job.orders import NodeLaunch
-from dlrover_core.runtime.backend import ENDS, Admission, Changed, Listed, Observation, Wanted
+from dlrover_core.runtime.backend import Admission, Changed, Listed, Observation, Wanted
 from dlrover_core.runtime.backends import BackendContext
 
 MADE_S = 900.0
@@ -112,11 +112,11 @@ class KubernetesBackend:
         try:
             owner = await self._owned()
             await self._see_to_stray(place, incarnation, owner)
-            template = await self._template(node.group)
-            standby = await self._warm.take(node, owner, template, token) if self._warm is not None else None
+            standby = await self._warm.take(node, owner, self._template, token) if self._warm is not None else None
             if standby is not None:
                 self._note_made(node.name, standby)
                 return standbys.seat_of(standby)
+            template = await self._template(node.group)
             pod = pods.manifest(self._here, self._told, node, owner, template, token)
             if self._gangs is not None:
                 self._gangs.admit(node.group, pod)
@@ -218,13 +218,8 @@ class KubernetesBackend:
         self._fence(token)
         if self._gangs is not None:
             await self._gangs.sized(wanted, await self._owned())
-        if self._guard is not None:
-            await self._guard.sized(wanted, await self._owned())
-        if self._budget is not None:
-            await self._connected()
-            await self._budget.sized(wanted)
-        if self._warm is not None and (any(one.standby for one in wanted.groups) or self._warm.used):
-            await self._keep_warm(self._warm, wanted, token)
+        if self._warm is not None:
+            await self._warm.sized(wanted, self._owned, self._template, token)
         if self._queue is not None:
             owner, made = await self._owned(), dict[str, Json]()
             for one in wanted.groups:
@@ -235,15 +230,18 @@ class KubernetesBackend:
                     made[one.name] = pods.manifest(self._here, self._told, node, owner, await self._template(one.name))
             if len(made) == len(wanted.groups):
                 self._queue.sized(wanted, owner, made)
+        await self._see_to_guards(wanted)
 
-    async def _keep_warm(self, warm: Warm, wanted: Wanted, token: int) -> None:
-        """Let the standbys be as the job wants them. Raises `ApiError`."""
-        made = dict[str, tuple[NodeLaunch, Json, Json | None]]()
-        for one in wanted.groups if wanted.state not in ENDS else ():
-            if one.standby:
-                with contextlib.suppress(LaunchRefused):  # as each launch will be
-                    made[one.name] = standbys.node_of(one), await self._owned(), await self._template(one.name)
-        warm.sized(wanted, made, token)
+    async def _see_to_guards(self, wanted: Wanted) -> None:
+        """What launches do not wait for: after a failure it is done when the leader says the sizes again."""
+        try:
+            if self._guard is not None:
+                await self._guard.sized(wanted, await self._owned())
+            if self._budget is not None:
+                await self._connected()
+                await self._budget.sized(wanted)
+        except CoreError as error:
+            log.warning("the nodes' guards are seen to again", error=str(error))
 
     async def check(self) -> None:
         """Ask for pods, gangs and queues. Raises `SpecError` for missing credentials, rights or kinds, and `ApiError`."""

@@ -30,7 +30,7 @@ log = structlog.get_logger("dlrover.backend")
 
 
 def objects(here: BackendContext, owner: Json, groups: Iterable[GroupSize]) -> list[Json]:
-    """The NetworkPolicy and the PodDisruptionBudget of a job of these sizes."""
+    """The NetworkPolicy of a job's pods, standbys included, and the PodDisruptionBudget of its nodes."""
     labels = names.labels(here.job, here.run)
     nodes = {"matchLabels": labels, "matchExpressions": [{"key": names.LABEL_NODE, "operator": "Exists"}]}
     inside = {"from": [{"podSelector": {"matchLabels": labels}}]}
@@ -41,7 +41,7 @@ def objects(here: BackendContext, owner: Json, groups: Iterable[GroupSize]) -> l
             owner,
             POLICY,
             "NetworkPolicy",
-            {"podSelector": nodes, "policyTypes": ["Ingress"], "ingress": [inside]},
+            {"podSelector": {"matchLabels": labels}, "policyTypes": ["Ingress"], "ingress": [inside]},
         ),
         _object(here, owner, BUDGET, "PodDisruptionBudget", budget),
     ]
@@ -75,24 +75,33 @@ class Guard:
 
     def __init__(self, here: BackendContext, ask: Ask, where: Callable[[], str]) -> None:
         self._here, self._ask, self._where = here, ask, where
+        # By kind: the spec of what there is, and why the last attempt failed.
         self._made: dict[str, Json] = {}
+        self._told: dict[str, str] = {}
 
     async def sized(self, wanted: Wanted, owner: Json) -> None:
-        """Make what there is not, and let the budget follow the sizes. A right that is missing is told, and is in nobody's way.
+        """Make what there is not, and let the budget follow the sizes. A right that is missing is told, and is tried again.
 
         Raises `ApiError` for what may mend itself.
         """
         if wanted.state in ENDS:
             return
         for one in objects(self._here, owner, wanted.groups):
-            if self._made.get(one["kind"]) == one["spec"]:
+            kind = one["kind"]
+            if self._made.get(kind) == one["spec"]:
                 continue
             try:
                 await self._make(one)
             except (Forbidden, Invalid, NotFound) as error:
+                if isinstance(error, NotFound):
+                    self._made.pop(kind, None)  # somebody has deleted it: it is made anew
                 why = missing_right(error) if isinstance(error, Forbidden) else str(error)
-                log.warning(_WITHOUT[one["kind"]], kind=one["kind"], error=why)
-            self._made[one["kind"]] = one["spec"]
+                if self._told.get(kind) != why:
+                    log.warning(_WITHOUT[kind], kind=kind, error=why)
+                self._told[kind] = why
+                continue
+            self._made[kind] = one["spec"]
+            self._told.pop(kind, None)
 
     async def _make(self, one: Json) -> None:
         path = f"/apis/{one['apiVersion']}/namespaces/{self._where()}/{PLURALS[one['kind']]}"

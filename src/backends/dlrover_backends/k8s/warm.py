@@ -23,7 +23,7 @@ from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, Invalid, 
 from dlrover_backends.k8s.settings import Settings
 from dlrover_core.errors import CoreError, LaunchRefused
 from dlrover_core.job.orders import NodeLaunch
-from dlrover_core.runtime.backend import RUNNING, Observation, Wanted
+from dlrover_core.runtime.backend import ENDS, RUNNING, GroupSize, Observation, Wanted
 from dlrover_core.runtime.backends import BackendContext
 
 TRIES = 4
@@ -39,6 +39,8 @@ CROWDED_S = 60.0
 LOOK_S = 60.0
 
 Ask = Callable[..., Awaitable[Json]]
+Owned = Callable[[], Awaitable[Json]]
+Template = Callable[[str], Awaitable[Json | None]]
 
 log = structlog.get_logger("dlrover.backend")
 
@@ -93,11 +95,14 @@ class Warm:
     ) -> None:
         self._here, self._told, self._ask, self._cluster, self._now = here, told, ask, cluster, now
         self._claims = claims.Claims(here, ask, lambda: cluster.namespace)
+        # Groups with standbys, None before they are known, and those of them that could be described so far.
+        self._booked: frozenset[str] | None = None
         self._groups: dict[str, Group] = {}
         self._state, self._token = RUNNING, 0
-        # Free standbys by uid, and since when each has run; when others ceased to be free, for lists are older than that.
+        # Free standbys by uid, since when each is known, and runs; when others ceased to be free, for lists are older.
         self._free: dict[str, Json] = {}
         self._since: dict[str, float] = {}
+        self._ran: dict[str, float] = {}
         self._left: dict[str, float] = {}
         self._heard: frozenset[str] = frozenset()
         self._heard_at: dict[str, float] = {}
@@ -108,26 +113,41 @@ class Warm:
         self._not_before: dict[str, float] = {}
         self._crowded_until = 0.0
         self._ended: set[str] = set()
+        self._deciding = asyncio.Lock()
         self._news = asyncio.Event()
 
     @property
     def used(self) -> bool:
         """Does the job have standbys?"""
-        return bool(self._groups)
+        return bool(self._booked)
 
     # ---- what the backend says
 
-    def sized(self, wanted: Wanted, made: Mapping[str, tuple[NodeLaunch, Json, Json | None]], token: int) -> None:
-        """The job wants this. ``made``: of each group with standbys what one needs, the owner, and the template."""
+    async def sized(self, wanted: Wanted, owned: Owned, template: Template, token: int) -> None:
+        """The job wants this. ``owned``: the owner of pods; ``template``: that of a group.
+
+        Nothing waits for standbys, so no failure is raised: a group that cannot be described now stays as it was.
+        """
         self._state, self._token = wanted.state, token
+        self._booked = frozenset(one.name for one in wanted.groups if one.standby)
         found: dict[str, Group] = {}
         for one in wanted.groups:
-            if one.name in made:
-                node, owner, template = made[one.name]
-                pod = standbys.manifest(self._here, self._told, node, owner, template)
-                found[one.name] = Group(one.standby, one.nodes_min, node, owner, template, standbys.shape_of(pod))
+            former = self._groups.get(one.name)
+            if one.standby and former is not None:
+                found[one.name] = former._replace(standby=one.standby, nodes_min=one.nodes_min)
+            if one.standby and wanted.state not in ENDS:
+                try:
+                    found[one.name] = await self._described(one, await owned(), template)
+                except CoreError as error:
+                    log.warning("standbys stay as they are", group=one.name, error=str(error))
         self._groups = found
         self._news.set()
+
+    async def _described(self, one: GroupSize, owner: Json, template: Template) -> Group:
+        """The standbys of a group. Raises `CoreError`."""
+        node, found = standbys.node_of(one), await template(one.name)
+        pod = standbys.manifest(self._here, self._told, node, owner, found)
+        return Group(one.standby, one.nodes_min, node, owner, found, standbys.shape_of(pod))
 
     def heard(self, seats: Collection[str]) -> None:
         """Agents wait in these seats, and answer."""
@@ -147,7 +167,10 @@ class Warm:
         now = {_uid(pod): pod for pod in free if _uid(pod) not in self._left}
         late = {uid: pod for uid, pod in self._free.items() if self._since.get(uid, 0.0) >= began}
         self._free = {**late, **now}
-        self._since = {uid: self._since.get(uid, self._now()) for uid in self._free}
+        self._since = {uid: at for uid, at in self._since.items() if uid in self._free}
+        self._ran = {uid: at for uid, at in self._ran.items() if uid in self._free}
+        for uid in self._free:
+            self._note_times(uid)
         self._news.set()
 
     def changed(self, type_: str, pod: Json) -> None:
@@ -159,8 +182,13 @@ class Warm:
                 self._news.set()
         elif uid not in self._left:
             self._free[uid] = pod
-            self._since.setdefault(uid, self._now())
+            self._note_times(uid)
             self._news.set()
+
+    def _note_times(self, uid: str) -> None:
+        self._since.setdefault(uid, self._now())
+        if standbys.runs(self._free[uid]):
+            self._ran.setdefault(uid, self._now())
 
     def news(self) -> None:
         """Nodes have changed."""
@@ -169,33 +197,45 @@ class Warm:
 
     # ---- a node is launched
 
-    async def take(self, node: NodeLaunch, owner: Json, template: Json | None, token: int) -> Json | None:
+    async def take(self, node: NodeLaunch, owner: Json, template: Template, token: int) -> Json | None:
         """The pod of the standby that is the node from now on; None: it is to have one of its own.
 
         Raises `LaunchRefused` where it cannot be decided now, and `ApiError` where the outcome is not known.
         """
         self._avoid[node.group] = node.avoid
-        if node.incarnation == 0 or node.group not in self._groups:
+        if node.incarnation == 0 or node.group not in (self._booked or ()):
             return None  # only the place of a dead node is a standby's
         self._news.set()
-        shape = standbys.shape_of(standbys.manifest(self._here, self._told, node, owner, template))
-        key = f"{node.group}-{node.index}-{node.incarnation}"
+        over = ""
         try:
             for _ in range(TRIES):
-                book = await self._claims.read(owner)
-                said = book.says(key)
+                said = await self._decided(node, owner, template, over)
                 if isinstance(said, str):
                     return None
-                if said is not None and (pod := await self._claimed(said, node, owner, token)) is not None:
+                if (pod := await self._claimed(said, node, owner, token)) is not None:
                     return pod
-                # It was not decided, or the standby is another node's, or has ended.
-                best = self._best(node, shape, book.taken)
-                if best is not None and await self._has_own(node):
-                    best = None
-                await self._claims.write(book, key, best.text if best is not None else claims.OWN)
+                over = said.text  # this standby is another node's, or has ended
         except (Forbidden, Invalid) as error:
             self._missing(error)
             return None
+        raise LaunchRefused(f"{node.name}: its standbys end one after another", permanent=False)
+
+    async def _decided(self, node: NodeLaunch, owner: Json, template: Template, over: str) -> claims.Standby | str:
+        """What the node is by the book, which decides now if it has not, or has said ``over``.
+
+        One launch at a time: those of one master do not compete. Raises `LaunchRefused`, `ApiError`.
+        """
+        key = f"{node.group}-{node.index}-{node.incarnation}"
+        async with self._deciding:
+            for _ in range(TRIES):
+                book = await self._claims.read(owner)
+                said = book.says(key)
+                if said is not None and (isinstance(said, str) or said.text != over):
+                    return said
+                best = await self._best(node, owner, template, book.taken)
+                what = best if best is not None else claims.OWN
+                if await self._claims.write(book, key, what if isinstance(what, str) else what.text):
+                    return what
         raise LaunchRefused(f"{node.name}: its standby is not decided yet", permanent=False)
 
     async def _has_own(self, node: NodeLaunch) -> bool:
@@ -206,17 +246,24 @@ class Warm:
             return False
         return True
 
-    def _best(self, node: NodeLaunch, shape: str, taken: Collection[str]) -> claims.Standby | None:
+    async def _best(
+        self, node: NodeLaunch, owner: Json, template: Template, taken: Collection[str]
+    ) -> claims.Standby | None:
         """The free standby that would train soonest: one that answers, then one that runs, then the oldest."""
+        free = {uid: pod for uid, pod in self._free.items() if uid not in taken and uid not in self._taking}
+        if not any(standbys.group_of(pod) == node.group for pod in free.values()) or await self._has_own(node):
+            return None
+        wanted = standbys.manifest(self._here, self._told, node, owner, await template(node.group))
+        shape = standbys.shape_of(wanted)
         fitting = [
             (standbys.seat_of(pod) not in self._heard, not standbys.runs(pod), standbys.number_of(pod), uid)
-            for uid, pod in self._free.items()
-            if uid not in taken and uid not in self._taking and standbys.may_be(pod, node, shape)
+            for uid, pod in free.items()
+            if uid in self._free and standbys.may_be(pod, node, shape)
         ]
         if not fitting:
             return None
         uid = min(fitting)[-1]
-        return claims.Standby(str(self._free[uid]["metadata"]["name"]), uid)
+        return claims.Standby(str(free[uid]["metadata"]["name"]), uid)
 
     async def _claimed(self, one: claims.Standby, node: NodeLaunch, owner: Json, token: int) -> Json | None:
         """The standby, as the node; None: it cannot be any more. Raises `ApiError`, `LaunchRefused`."""
@@ -264,9 +311,10 @@ class Warm:
             try:
                 wait_s = min(wait_s, await self._level())
                 again.went_well(self._now())
-            except CoreError as error:
+            except Exception as error:  # noqa: BLE001  # not even a mistake of ours may be the end of all standbys
                 wait_s = again.failed(self._now(), error.retry_after_s if isinstance(error, ApiError) else None)
-                log.warning("standbys are looked after again", error=str(error), in_s=round(wait_s, 1))
+                why = str(error) if isinstance(error, CoreError) else f"{type(error).__name__}: {error}"
+                log.warning("standbys are looked after again", error=why, in_s=round(wait_s, 1))
             timer = asyncio.get_running_loop().call_later(wait_s, self._news.set)
             try:
                 await self._news.wait()
@@ -276,10 +324,10 @@ class Warm:
     async def _level(self) -> float:
         """One pass; seconds until the next one. Raises `ApiError`."""
         nodes = self._cluster.nodes
-        if nodes is None:
+        if nodes is None or self._booked is None:
             return LOOK_S
         for uid, pod in list(self._free.items()):
-            why = self._unfit(uid, pod)
+            why = self._unfit(uid, pod) if uid in self._free else ""  # it may have ceased to be free meanwhile
             if why and uid not in self._taking:
                 await self._remove(uid, pod, why)
         waits = LOOK_S
@@ -305,18 +353,19 @@ class Warm:
         if endings.is_deleted(pod):
             return ""  # it goes
         group = self._groups.get(standbys.group_of(pod))
-        if group is None or self._state != RUNNING:
+        if standbys.group_of(pod) not in (self._booked or ()) or self._state != RUNNING:
             return "the job wants none"
         seen = endings.observation(pod)
         if seen.phase not in {"pending", "running"}:
             return f"{seen.phase}: {seen.reason}"
-        if standbys.shape_of(pod) != group.shape:
+        if group is not None and standbys.shape_of(pod) != group.shape:
             return "nodes are made otherwise by now"
         if seen.host and seen.host in self._avoid.get(standbys.group_of(pod), ()):
             return f"nodes must not run on {seen.host}"
         if self._is_crowded():
             return "a node waits for room"
-        silent_s = self._now() - max(self._since[uid], self._heard_at.get(standbys.seat_of(pod), 0.0))
+        runs_since = self._ran.get(uid, self._now())
+        silent_s = self._now() - max(runs_since, self._heard_at.get(standbys.seat_of(pod), 0.0))
         if standbys.runs(pod) and silent_s > DEAF_S:
             return f"no master has heard its agent for {silent_s:.0f} s"
         return ""
@@ -334,7 +383,7 @@ class Warm:
         if failed and self._state == RUNNING and uid not in self._ended:
             self._ended.add(uid)
             log.warning("a standby has ended, and another one is made", pod=pod["metadata"]["name"], reason=why)
-            self._note_failure(group, lived_s=self._now() - self._since.get(uid, self._now()))
+            self._note_failure(group, lived_s=self._now() - self._ran.get(uid, self._now()))
         # One that has become a node meanwhile stays: its version is another one.
         seen = {"uid": uid, "resourceVersion": str(pod["metadata"].get("resourceVersion") or "")}
         options = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": seen}
@@ -393,7 +442,7 @@ class Warm:
             self._news.set()  # the name is an older one's: the next number is tried
         elif _uid(made) not in self._left:
             self._free[_uid(made)] = made
-            self._since.setdefault(_uid(made), self._now())
+            self._note_times(_uid(made))
 
     def _settled(self, group: str, nodes_min: int, nodes: Mapping[str, Observation]) -> bool:
         """Do enough nodes of the group run, and does none wait to?"""
