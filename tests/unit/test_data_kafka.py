@@ -15,12 +15,13 @@ pytest.importorskip("torch")
 pytest.importorskip("confluent_kafka")
 
 from kafka_brokers import Tansu, Writer, mock_broker
+from torch import nn
 from torch.utils.data import DataLoader
 
 from dlrover_adapters.data import KafkaStream, kafka
 from dlrover_adapters.data.kafka import address_of
 from dlrover_adapters.data.stream_plan import Book, Run, divided
-from dlrover_adapters.torch import ElasticStream
+from dlrover_adapters.torch import ElasticStream, FlashCheckpoint
 from dlrover_adapters.torch.checkpoint.positions import DataSource
 from dlrover_core.data.cut import unpack
 from dlrover_core.data.streams import (
@@ -423,9 +424,9 @@ def test_the_broker_is_told_what_is_on_storage(mock: str) -> None:
     source.by_storage()
     source.stored(30)
     train(data, 2)
-    source.due(31)
+    source.saved(31, due=True)
     train(data, 2)
-    source.due(32)
+    source.saved(32, due=True)
     train(data, 1)
     assert toy.committed == []
     source.stored(30)
@@ -435,6 +436,52 @@ def test_the_broker_is_told_what_is_on_storage(mock: str) -> None:
     source.stored(32)
     source.stored(32)
     assert toy.committed == [{"0": 8}, {"0": 16}]
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_the_broker_is_told_of_states_that_no_step_follows(tmp_path: Path, *, by_hand: bool) -> None:
+    """With an agent, whose word the test says: by the next `save`, and before the script's end, which sends the last state."""
+    toy, model = Toy(p0=40), nn.Linear(1, 1)
+    data = ElasticStream(toy, global_batch=4)
+    ckpt = FlashCheckpoint(str(tmp_path), model=model, data=data, every=1, store_every=1000)
+    assert ckpt.restore() == 0
+    ckpt._capture.data.by_storage()
+    engine = ckpt._engine
+    assert engine is not None
+    for step in (1, 2):
+        train(data, 2)
+        if by_hand:
+            assert ckpt.save(step)
+        else:
+            ckpt.step(step)
+            ckpt.wait()
+        assert engine.control is not None
+        if by_hand and step == 1:
+            assert toy.committed == []
+            engine.control.committed = 1 + step
+    assert toy.committed == ([{"0": 8}] if by_hand else [])
+    control, waited = engine.control, list[float]()
+
+    def pause(pause_s: float) -> None:
+        waited.append(pause_s)
+        control.committed = 1 + 2
+
+    engine.pause = pause
+    ckpt.close()
+    assert toy.committed[-1] == {"0": 16}
+    assert len(waited) == 1
+
+
+def test_of_states_that_storage_never_gets_a_few_are_remembered() -> None:
+    """Not one for each save of a long run; without an agent, none."""
+    data = ElasticStream(Toy(p0=4000), global_batch=1)
+    source = DataSource({("data",): data})
+    for step in range(200):
+        if step == 1:
+            assert not source.awaits()
+            source.by_storage()
+        source.saved(step, due=step % 2 == 0)
+    assert (len(source._saved), len(source._due)) == (16, 64)
 
 
 def test_a_topic_that_is_not_there_is_told(mock: str) -> None:

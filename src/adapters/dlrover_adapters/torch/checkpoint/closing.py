@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from dlrover_adapters.checkpoint.places import Place
+from dlrover_adapters.torch import steps
 from dlrover_core.checkpoint.cadence import Cadence
 from dlrover_core.checkpoint.slots import NOTHING
 from dlrover_core.errors import CoreError
 
 from . import by_hand
 from .alarms import about_truth
-from .engine import Engine
+from .engine import LOOK_MAX_S, Engine
 from .standalone import Standalone
 from .vault import Vault
 
@@ -51,11 +52,16 @@ def store_last(ckpt: Closing) -> None:
     engine, stored, wrong = ckpt._engine, NOTHING, None
     if engine is not None:
         engine.settle()
+        tell_stored(engine)
     if ckpt.url and ckpt._cadence.plan.store_every and (engine is not None or ckpt._step is not None):
         try:
             stored = _store_newest(ckpt, engine)
         except NotStored as error:  # what else is on its way to storage gets there first
             wrong = error
+    if ckpt._engine is not None:
+        if stored != NOTHING:
+            ckpt._engine.capture.data.sent(stored)
+        _tell_last_stored(ckpt._engine)
     line = ckpt._line
     if isinstance(line, Standalone):
         in_time = _wait_for_storage(ckpt, line)
@@ -67,6 +73,24 @@ def store_last(ckpt: Closing) -> None:
             raise _not_stored(ckpt, stored, str(why)) from line.failed
     if wrong is not None:
         raise wrong
+
+
+def tell_stored(engine: Engine) -> None:
+    """Let datasets that tell others what is consumed know what is on storage now."""
+    if engine.control is not None:
+        engine.capture.data.stored(engine.control.committed - 1)
+
+
+def _tell_last_stored(engine: Engine) -> None:
+    """The same of the last state, under an agent: nobody but this process can tell them. It waits, `by_hand.WORD_S` at most."""
+    tell_stored(engine)
+    if engine.meeting.rank != 0 or not engine.capture.data.awaits():
+        return
+    until = engine.clock() + by_hand.WORD_S
+    with steps.phase("checkpoint"):
+        while engine.capture.data.awaits() and engine.clock() < until:
+            engine.pause(LOOK_MAX_S)
+            tell_stored(engine)
 
 
 def _store_newest(ckpt: Closing, engine: Engine | None) -> int:

@@ -232,8 +232,7 @@ class FlashCheckpoint:
         """Measure the cost of the step before this call."""
         flying = engine.copier.flight is not None
         control = engine.control
-        if control is not None:
-            self._capture.data.stored(control.committed - 1)
+        closing.tell_stored(engine)
         writing = control is not None and sum(map(control.pinned, range(control.geometry.slots))) > engine.spare
         if self._returned:
             self._costs.step(began - self._returned, copying=flying or self._saved_last, writing=writing)
@@ -294,11 +293,12 @@ class FlashCheckpoint:
         try:
             engine = self._engine_now()
             self._prepare_or_go_on(engine, saves=True)
+            closing.tell_stored(engine)
             self._fence()
             with _asking():
                 saved = by_hand.save(engine, step, self._call, due=due)
-            if saved and due:
-                self._capture.data.due(step)
+            if saved:
+                self._capture.data.saved(step, due=due)
         except Exception as error:
             if about_truth(error):
                 raise
@@ -494,8 +494,8 @@ class FlashCheckpoint:
         engine = self._engine_now()
         with _asking():
             saved = engine.save(step, self._call, due=due, populated=populated, waits=waits)
-        if saved and due:
-            self._capture.data.due(step)
+        if saved:
+            self._capture.data.saved(step, due=due)
         left_out = engine.stats.skipped + engine.stats.early
         if not saved and left_out & (left_out - 1) == 0:  # the first, the second, the fourth ...
             _log.warning("step %d was not saved (%d by now): %s", step, left_out, engine.why_left_out)

@@ -21,6 +21,8 @@ from .vault import Vault, VaultRefused
 
 CUTS_MAX, RANKS_MAX = 8, 8
 """Of cuts that should be one, so many are told, and so many ranks of each."""
+SAVED_MAX, DUE_MAX = 16, 64
+"""Of so many of the newest saves the position is remembered, and of so many that are on their way to storage."""
 Seen = Mapping[bytes, Collection[int]]
 """Which old ranks' pieces had which cut, packed; empty bytes: none."""
 
@@ -84,6 +86,7 @@ class DataSource:
                 )
         self._datasets: tuple[Positioned, ...] = tuple(given.values())
         self._registered: set[tuple[Any, ...]] = set()
+        self._saved: dict[int, Mapping[str, Place]] = {}
         self._due: dict[int, Mapping[str, Place]] = {}
         self._stored: int | None = None
         self.cut()
@@ -139,11 +142,23 @@ class DataSource:
             if isinstance(one, Committing):
                 one.by_storage = True
 
-    def due(self, step: int) -> None:
-        """The state of this step is on its way to storage."""
-        places = {place.dataset: place for one in self._datasets for place in _places(one)}
-        if any(isinstance(one, Committing) for one in self._datasets):
-            self._due[step] = places
+    def saved(self, step: int, *, due: bool) -> None:
+        """The present state, of this step, is in memory; ``due``: and on its way to storage."""
+        if any(isinstance(one, Committing) and one.by_storage for one in self._datasets):
+            self._saved[step] = {place.dataset: place for one in self._datasets for place in _places(one)}
+            _forget_oldest(self._saved, SAVED_MAX)
+            if due:
+                self.sent(step)
+
+    def sent(self, step: int) -> None:
+        """What was saved of this step is on its way to storage."""
+        if step in self._saved:
+            self._due[step] = self._saved[step]
+            _forget_oldest(self._due, DUE_MAX)
+
+    def awaits(self) -> bool:
+        """Is something on its way to storage, of which a dataset will tell others?"""
+        return bool(self._due)
 
     def stored(self, step: int) -> None:
         """The newest step on storage; -1: none. What was there at the first call is of an earlier generation."""
@@ -192,6 +207,11 @@ class DataSource:
     def roots(self) -> tuple[str, ...]:
         """One, where there are datasets."""
         return (CUT,) if self._datasets else ()
+
+
+def _forget_oldest(places: dict[int, Mapping[str, Place]], most: int) -> None:
+    while len(places) > most:
+        del places[next(iter(places))]
 
 
 def _places(of: Positioned) -> tuple[Place, ...]:
