@@ -85,7 +85,7 @@ def test_dlrover_ray_that_is_wrong(line: tuple[str, ...], said: str, capsys: pyt
 def cluster_of(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
     """A cluster with one run of job ``a``, without Ray."""
     masters = ModuleType("dlrover_backends.ray.masters")
-    vars(masters).update(jobs=list, release=lambda *_: None)
+    vars(masters).update(jobs=list, kept=set, release=methods.pop("release", lambda *_: None))
     monkeypatch.setitem(sys.modules, masters.__name__, masters)
     monkeypatch.delattr("dlrover_backends.ray.masters", raising=False)
     fake = ModuleType("dlrover_backends.ray.cluster")
@@ -117,6 +117,20 @@ def test_what_cannot_be_removed_is_named(monkeypatch: pytest.MonkeyPatch, capsys
     assert dlrover.main(["ray", "rm", "a"]) == 1
     said = capsys.readouterr()
     assert (said.out, "worker-0-0" in said.err) == ("", True)
+
+
+def test_nodes_of_masters_that_live_stay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Masters that cannot be ended would launch them again: nothing of the run is removed, and the command says so."""
+    cleared: list[object] = []
+
+    def release(*run: object) -> None:
+        raise CoreError(f"masters of {run} are still kept")
+
+    cluster_of(monkeypatch, clear=lambda *_: cleared.append(1), release=release)
+    assert dlrover.main(["ray", "rm", "a"]) == 1
+    said = capsys.readouterr()
+    assert (said.out, cleared) == ("", [])
+    assert "masters of ('a', '1') are still kept" in said.err
 
 
 def test_a_name_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,27 +128,31 @@ def test_what_is_sent_once() -> None:
 
 
 def test_the_record_of_a_job() -> None:
-    """What the store says: an end counts for its own run alone, and the driver's masters are asked first."""
+    """The last claim counts, an end counts for its own run alone, and the driver's masters are asked first."""
     parts = {
-        "": json.dumps({"run": "r2", "token": "t", "driver": "d:1"}).encode(),
-        "at/1": b"b:2",
-        "at/0": b"a:2",
-        "end": json.dumps({"run": "r1", "status": 0}).encode(),
+        mastery.claimed(9): json.dumps({"run": "r1", "token": "t"}).encode(),
+        mastery.claimed(10): json.dumps({"run": "r2", "token": "t", "driver": "d:1", "since": 5}).encode(),
+        mastery.claimed(11): b"",
+        mastery.at("r2", 1): b"b:2",
+        mastery.at("r2", 0): b"a:2",
+        mastery.at("r1", 2): b"c:2",
+        mastery.end("r1"): json.dumps({"status": 0}).encode(),
     }
     found = mastery.record_of("j", parts)
     assert found is not None
     assert (found.run, found.over, found.masters) == ("r2", None, ["d:1", "a:2", "b:2"])
-    parts["end"] = json.dumps({"run": "r2", "status": 1, "words": "so"}).encode()
+    assert (found.claim, found.since) == (10, 5)
+    parts[mastery.end("r2")] = json.dumps({"status": 1, "words": "so"}).encode()
     found = mastery.record_of("j", parts)
     assert found is not None
     assert (found.over, found.words, mastery.told(1)) == (1, "so", "failed")
-    assert mastery.record_of("j", {"at/0": b"a:2"}) is None
+    assert mastery.record_of("j", {mastery.at("r2", 0): b"a:2"}) is None
 
 
 def test_names_of_any_text() -> None:
     """A job's name may hold anything: keys and actors keep it apart from others'."""
     job = "a/b#1 ü"
-    assert mastery.job_of(mastery.called(job, 1)) == job
+    assert mastery.run_of(mastery.called(job, "a/b#2", 1)) == (job, "a/b#2")
     assert unquote(mastery.key(job).removeprefix(mastery.PREFIX).rstrip("/")) == job
 
 

@@ -60,8 +60,10 @@ async def outlived(options: Options, settings: Settings, token: str) -> AsyncIte
 
     backend = backends.made(settings, token)
     assert isinstance(backend, RayBackend)
-    await _claimed(backend, settings)
-    keeping = asyncio.ensure_future(_keep(backend, plan(options, settings, token)))
+    claimed = await _claimed(backend, settings)
+    keeping = asyncio.ensure_future(
+        _keep(backend, plan(options, settings, token), "" if claimed else settings.masters[0])
+    )
     try:
         yield end
     finally:
@@ -72,7 +74,8 @@ async def outlived(options: Options, settings: Settings, token: str) -> AsyncIte
         await backends.closed(backend)
 
 
-async def _claimed(backend: RayBackend, settings: Settings) -> None:
+async def _claimed(backend: RayBackend, settings: Settings) -> bool:
+    """Is the job's name claimed? Raises `SpecError` where it is in use."""
     try:
         if not await within(CLAIM_S, backend.claim(settings.masters[0])):
             print(f"dlrover-run: job {settings.job.job}: {MEMORY}", file=sys.stderr)
@@ -80,11 +83,16 @@ async def _claimed(backend: RayBackend, settings: Settings) -> None:
         raise
     except Exception as error:  # noqa: BLE001  # a cluster that is away now is waited for, as by `apart`
         log.warning("the job's name is not claimed in the cluster", error=f"{type(error).__name__}: {error}")
+        return False
+    return True
 
 
-async def _keep(backend: RayBackend, plan: Plan) -> None:
+async def _keep(backend: RayBackend, plan: Plan, unclaimed: str) -> None:
+    """Have masters kept soon. ``unclaimed``: the driver's address, if the name is still to be claimed; else empty."""
     await asyncio.sleep(KEEP_AFTER_S)
     try:
+        if unclaimed:
+            await backend.claim(unclaimed)
         await backend.keep(plan)
     except Exception as error:  # noqa: BLE001  # training needs none of it
         log.warning("nobody leads the job when this command dies", error=f"{type(error).__name__}: {error}")

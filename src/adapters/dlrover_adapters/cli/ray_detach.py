@@ -55,9 +55,12 @@ def _make(options: Options, cluster: Any, here: BackendContext, told: Settings, 
         _refuse_others(cluster, here)
         made = plan(options, here, told._replace(address=address), cluster.sent(env))
         masters.keep(made)
-        masters.await_ready(here.job)
+        masters.await_ready(here.job, here.run)
     except BaseException:
-        masters.release(here.job, here.run)
+        try:
+            masters.release(here.job, here.run)
+        except masters.StillKept as left:
+            print(f"{say}: {left}: dlrover ray rm {here.job}", file=sys.stderr)
         raise
     for words in words_of(made, head, persistent=masters.persistent()):
         print(f"{say}: {words}", file=sys.stderr)

@@ -60,14 +60,13 @@ def _on(args: argparse.Namespace) -> int:
         raise SpecError("ray-address", faults.of_connect(error, args.ray_address).text) from error
     found = {run: actors for space, actors in cluster.runs().items() if (run := names.run_of(space)) is not None}
     led = [job.record for name in masters.jobs() if (job := masters.find(name)) is not None]
-    found.update({run: [] for one in led if (run := names.Run(one.job, one.run)) not in found})
+    with_masters = {(one.job, one.run) for one in led} | masters.kept()
+    found.update({run: [] for one in with_masters if (run := names.Run(*one)) not in found})
     if args.what == RM:
         wanted = [run for run in found if args.all or run.job == args.job]
         if not wanted and args.job:
             print(f"dlrover ray: job {args.job!r} has nothing in this cluster; dlrover ray ls shows what there is")
             return NOT_FOUND
-        for one in wanted:
-            masters.release(*one)  # before nodes, which masters would launch again
         return max([_removed(cluster.Cluster(one)) for one in wanted], default=OK)
     print(f"{'JOB':<24} {'RUN':<16} {'RUNNING':>7} {'PENDING':>7} {'ENDED':>7}")
     for one, actors in sorted(found.items()):
@@ -79,7 +78,10 @@ def _on(args: argparse.Namespace) -> int:
 
 def _removed(run: Cluster) -> int:
     """Remove a run, and say so; the exit status."""
+    from dlrover_backends.ray import masters
+
     try:
+        masters.release(*run.run)  # before nodes, which masters would launch again
         run.clear(CLEAR_S)
     except CoreError as error:
         print(f"dlrover ray: {error}", file=sys.stderr)

@@ -18,7 +18,7 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dlrover_backends.ray import names, private
+from dlrover_backends.ray import fencing, names, private
 from dlrover_backends.ray.keeper import ORDERS, Keeper
 from dlrover_backends.ray.names import Run
 from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
@@ -128,11 +128,7 @@ class Cluster:
 
     def newest_token(self, token: int) -> int:
         """The highest token of a master that has given orders, this one among them."""
-        key = self.run.key(names.TOKEN)
-        known = int(private.get(key) or 0)
-        if token > known:
-            private.put(key, str(token).encode())
-        return max(token, known)
+        return fencing.newest(self.run.key(names.TOKEN), token)
 
     def create(self, order: Order) -> bool:
         """Make a node's placement group and its keeper; False: it was made before. Raises `ValueError` for what Ray refuses."""

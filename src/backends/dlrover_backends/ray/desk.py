@@ -118,6 +118,11 @@ class Desk:
             await asyncio.to_thread(self._cluster.clear, CLEAR_S)
         return ("done", None)
 
+    async def _in_turn(self, order: Callable[..., object], *words: object) -> tuple[object, ...]:
+        """An order about masters, after those before it: what is kept while the run is released would stay."""
+        async with self._ordering:
+            return ("done", await asyncio.to_thread(order, *words))
+
     # ---- conversations
 
     async def _answer(self, request: tuple[Any, ...]) -> tuple[object, ...]:
@@ -131,13 +136,13 @@ class Desk:
             case ("others",):
                 return ("done", await asyncio.to_thread(self._cluster.others))
             case ("claim", str(job), str(run), str(token), str(driver)):
-                return ("done", await asyncio.to_thread(_claimed, job, run, token, driver))
+                return await self._in_turn(_claimed, job, run, token, driver)
             case ("send", dict(env)):
                 return ("done", (self._cluster.address, await asyncio.to_thread(self._cluster.sent, env)))
             case ("keep", dict(plan)):
-                return ("done", await asyncio.to_thread(_keep, plan))
+                return await self._in_turn(_keep, plan)
             case ("release", str(job), str(run)):
-                return ("done", await asyncio.to_thread(_release, job, run))
+                return await self._in_turn(_release, job, run)
             case ("clear",):
                 return await self._clear()
             case ("end",):

@@ -1,19 +1,18 @@
 """A job's masters in the cluster: their name is claimed, their keepers are made, found and removed. All of it blocks.
 
-The name is claimed in the cluster's key-value store, once for the whole cluster. Whoever finds it claimed by a job of which
-nobody keeps masters, or which is over, takes it.
+The name is claimed in the cluster's key-value store, once for the whole cluster. Whoever finds it claimed by a job that is
+over, or that nobody leads and that has not just been started, takes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
 from dataclasses import replace
 from typing import NamedTuple
-
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from urllib.parse import unquote
 
 from dlrover_backends.ray import mastery, private
 from dlrover_backends.ray.endings import ending
@@ -23,8 +22,10 @@ from dlrover_backends.ray.records import Actor
 from dlrover_core.errors import CoreError
 
 LOOK_S, READY_S, GONE_S = 0.1, 60.0, 20.0
+YOUNG_S, ANSWER_S = 60.0, 1.0
 SLIVER = 0.001
 """So much of a host's own resource pins a keeper there."""
+_SOMEBODY = "job {!r} has just been started in this cluster by somebody else; give this one another --job-id"
 
 
 class InUse(CoreError):
@@ -32,7 +33,11 @@ class InUse(CoreError):
 
 
 class NotKept(CoreError):
-    """A keeper of masters has ended before it was ready."""
+    """A keeper of masters has ended before it was ready, or the job's name is not its run's."""
+
+
+class StillKept(CoreError):
+    """Keepers of masters did not end in time."""
 
 
 class Found(NamedTuple):
@@ -44,45 +49,79 @@ class Found(NamedTuple):
 
 def find(job: str) -> Found | None:
     """The job of that name; None: the cluster does not know it."""
-    prefix = mastery.key(job)
-    parts = {one.removeprefix(prefix): private.get(one) or b"" for one in private.keys(prefix)}
-    record = mastery.record_of(job, parts)
-    if record is None:
-        return None
-    return Found(record, tuple(one for one in _keepers(job) if not one.is_dead))
+    record = mastery.record_of(job, _parts(job))
+    return None if record is None else Found(record, tuple(_living(job, record.run)))
 
 
 def jobs() -> list[str]:
     """The names of all jobs that the cluster knows masters of."""
-    from urllib.parse import unquote
+    found = [one.removeprefix(mastery.PREFIX).partition("/") for one in private.keys(mastery.PREFIX)]
+    return sorted({unquote(job) for job, _, part in found if part.startswith(mastery.CLAIM)})
 
-    found = {one.removeprefix(mastery.PREFIX).partition("/")[0] for one in private.keys(mastery.PREFIX)}
-    return sorted(unquote(one) for one in found)
+
+def kept() -> set[tuple[str, str]]:
+    """Jobs and runs that have keepers, even if nobody claims their names."""
+    return {mastery.run_of(one.name) for one in private.actors(SPACE) if not one.is_dead}
 
 
 def claim(job: str, run: str, token: str, driver: str = "") -> None:
-    """Write down that the name is this run's. Raises `InUse`."""
-    record = json.dumps({"run": run, "token": token, "driver": driver, "since": int(time.time())}).encode()
-    found = find(job)
-    if found is not None and found.record.run != run:
-        if found.keepers and found.record.over is None:
+    """Write down that the name is this run's, which may have claimed it before. Raises `InUse`.
+
+    A claim is one key with a number of its own. Whoever has written one looks again: if there is one that it has not judged, it
+    takes its own back. So two may fail, and never do two succeed.
+    """
+    told = json.dumps({"run": run, "token": token, "driver": driver, "since": int(time.time())}).encode()
+    parts = _parts(job)
+    before, record = mastery.claims(parts), mastery.record_of(job, parts)
+    if record is not None and record.run == run:
+        number = record.claim
+        private.remove(mastery.key(job, mastery.end(run)))
+        private.put(mastery.key(job, mastery.claimed(number)), told)
+    else:
+        if record is not None and _lives(record):
             raise InUse(
-                f"job {job!r} is in this cluster already, as run {found.record.run}: dlrover stop ray:{job} ends it; or give "
-                "this one another --job-id"
+                f"job {job!r} is in this cluster already, as run {record.run}: dlrover stop ray:{job} ends it, and dlrover ray "
+                f"rm {job} where its masters are gone; or give this one another --job-id"
             )
-        private.remove(mastery.key(job))
-        found = None
-    if found is not None and found.record.over is not None:
-        private.remove(mastery.key(job, "end"))
-    if not private.put(mastery.key(job), record, overwrite=found is not None):
-        raise InUse(
-            f"job {job!r} has just been started in this cluster by somebody else; give this one another --job-id"
-        )
+        number = max(before, default=0) + 1
+        if not private.put(mastery.key(job, mastery.claimed(number)), told, overwrite=False):
+            raise InUse(_SOMEBODY.format(job))
+    after = mastery.claims(_parts(job))
+    if any(before.get(one) != value for one, value in after.items() if one != number):
+        private.remove(mastery.key(job, mastery.claimed(number)))
+        raise InUse(_SOMEBODY.format(job))
+    for one, value in before.items():
+        if one != number:
+            _forget(job, one, json.loads(value)["run"])
+
+
+def _lives(record: Record) -> bool:
+    """Is the job led, or about to be? Keepers of an attached job come seconds after its claim."""
+    if record.over is not None:
+        return False
+    if abs(time.time() - record.since) < YOUNG_S or _living(record.job, record.run):
+        return True
+    return bool(record.driver) and _answers(record.driver)
+
+
+def _answers(address: str) -> bool:
+    """Does somebody listen there? One that cannot be reached from here does not answer. Blocks, `ANSWER_S`."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def keep(plan: Plan) -> None:
-    """Make the keepers that are not there yet. The job's name is claimed. Raises whatever Ray does."""
-    there = {one.name for one in _keepers(plan.job) if not one.is_dead}
+    """Make the keepers that are not there yet. Raises `NotKept` where the name is not the run's, and whatever Ray does."""
+    import ray
+
+    record = mastery.record_of(plan.job, _parts(plan.job))
+    if record is None or record.run != plan.run:
+        raise NotKept(f"the name of job {plan.job!r} is not claimed by run {plan.run}")
+    there = {one.name for one in _living(plan.job, plan.run)}
     hosts = [one["NodeID"] for one in ray.nodes() if one["Alive"]]
     own = ray.get_runtime_context().get_node_id()
     # The driver's host comes last: its masters, or those that wait for its death, are there already.
@@ -90,14 +129,17 @@ def keep(plan: Plan) -> None:
     if plan.driver:  # it can be seen to die on its own machine alone
         plan = replace(plan, pinned=f"node:{ray.util.get_node_ip_address()}")
     for number in range(plan.keepers):
-        if mastery.called(plan.job, number) not in there:
+        if mastery.called(plan.job, plan.run, number) not in there:
             _make(plan, number, hosts[number % len(hosts)])
 
 
 def _make(plan: Plan, number: int, host: str) -> None:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     env = environment_of(plan)
     ray.remote(concurrency_groups={"orders": 2})(_with_orders()).options(
-        name=mastery.called(plan.job, number),
+        name=mastery.called(plan.job, plan.run, number),
         namespace=SPACE,
         lifetime="detached",
         max_restarts=-1,
@@ -110,16 +152,18 @@ def _make(plan: Plan, number: int, host: str) -> None:
 
 
 def _with_orders() -> type:
+    import ray
+
     ray.method(concurrency_group="orders")(MastersKeeper.ready)
     return MastersKeeper
 
 
-def await_ready(job: str) -> None:
-    """Wait until all keepers of a job run, or it is over already. Raises `NotKept`."""
+def await_ready(job: str, run: str) -> None:
+    """Wait until all keepers of a run work, or it is over already. Raises `NotKept`."""
     deadline = time.monotonic() + READY_S
     while True:
-        actors, found = _keepers(job), find(job)
-        if found is None:
+        actors, found = _keepers(job, run), find(job)
+        if found is None or found.record.run != run:
             raise NotKept("its masters were removed at once, by somebody else")
         if found.record.over is not None:
             return
@@ -135,19 +179,37 @@ def await_ready(job: str) -> None:
 
 
 def release(job: str, run: str) -> None:
-    """Remove the keepers of a run, and what the store says of it. A keeper's masters die with it; nodes do not."""
-    found = find(job)
-    if found is None or found.record.run != run:
-        return
+    """Remove the keepers of a run, and what the store says of it. A keeper's masters die with it; nodes do not.
+
+    Raises `StillKept` where keepers are left. Then the store still says that the name is theirs.
+    """
     deadline = time.monotonic() + GONE_S
-    while living := [one for one in _keepers(job) if not one.is_dead]:
+    while living := _living(job, run):
         if time.monotonic() > deadline:
-            break
+            raise StillKept(
+                f"masters of job {job}, run {run}, are still kept after {GONE_S:g} s, by "
+                f"{', '.join(one.name for one in living)}; they end when the cluster reaches their hosts, or finds these dead: "
+                "do this again then"
+            )
         for one in living:
-            with contextlib.suppress(ValueError):
-                ray.kill(ray.get_actor(one.name, namespace=SPACE), no_restart=True)
+            _kill(one.name)
         time.sleep(LOOK_S)
-    private.remove(mastery.key(job))
+    mine = [one for one, value in mastery.claims(_parts(job)).items() if json.loads(value)["run"] == run]
+    for number in mine or [0]:
+        _forget(job, number, run)
+
+
+def _kill(keeper: str) -> None:
+    import ray
+
+    with contextlib.suppress(ValueError):
+        ray.kill(ray.get_actor(keeper, namespace=SPACE), no_restart=True)
+
+
+def _forget(job: str, number: int, run: str) -> None:
+    """Remove a claim, and what its run has written; the claim last, which says that the rest belongs to somebody."""
+    for part in (mastery.of_run("at", run), mastery.end(run), mastery.claimed(number)):
+        private.remove(mastery.key(job, part))
 
 
 def await_over(job: str, bound_s: float) -> Record | None:
@@ -170,6 +232,8 @@ def persistent() -> bool:
 
 def head_name() -> str:
     """The name of the host of the cluster's head. Raises `NotKept` where no living host is it."""
+    import ray
+
     for one in ray.nodes():
         if one["Alive"] and one["Resources"].get(mastery.HEAD):
             return str(one.get("NodeName") or one["NodeManagerAddress"])
@@ -178,6 +242,16 @@ def head_name() -> str:
     )
 
 
-def _keepers(job: str) -> list[Actor]:
-    """All keepers of a job, dead ones too."""
-    return [one for one in private.actors(SPACE) if mastery.job_of(one.name) == job]
+def _parts(job: str) -> dict[str, bytes]:
+    """All that the store has of a job, by the ends of the keys."""
+    prefix = mastery.key(job)
+    return {one.removeprefix(prefix): private.get(one) or b"" for one in private.keys(prefix)}
+
+
+def _keepers(job: str, run: str) -> list[Actor]:
+    """All keepers of a run, dead ones too."""
+    return [one for one in private.actors(SPACE) if mastery.run_of(one.name) == (job, run)]
+
+
+def _living(job: str, run: str) -> list[Actor]:
+    return [one for one in _keepers(job, run) if not one.is_dead]

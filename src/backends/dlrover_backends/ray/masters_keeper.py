@@ -31,7 +31,7 @@ from dlrover_backends.shared.process import LocalCommand, Started
 AGAIN_S, AGAIN_MAX_S = 0.5, 5.0
 CRASHES_MAX, LIVED_S = 20, 60.0
 """Ends in a row, of masters that lived shorter than that, until the job is given up."""
-HANDED_OVER, GIVEN_UP = 75, 70
+HANDED_OVER, GIVEN_UP, BROKEN = 75, 70, 1
 PORT_S, PORT_AGAIN_S = 10.0, 0.1
 OTHERS_S, STORE_AGAIN_S = 10.0, 0.5
 LINES, LINE_CHARS_MAX = 20, 500
@@ -60,9 +60,13 @@ class MastersKeeper:
         """Keep masters until the job is over; then this actor is over too, and is not restarted."""
         import ray
 
-        _await_end(self._plan.driver)
-        status = self._keep()
-        self._tell_end(status)
+        try:
+            _await_end(self._plan.driver)
+            self._tell_end(self._keep())
+        except BaseException:  # Ray would keep an idle actor; a process that ends is started again
+            log.exception("masters are not kept by this process any more")
+            sys.stderr.flush()
+            os._exit(BROKEN)
         ray.actor.exit_actor()
 
     def ready(self) -> int:
@@ -86,12 +90,19 @@ class MastersKeeper:
             time.sleep(min(AGAIN_MAX_S, AGAIN_S * 2 ** max(0, crashes - 1)))
 
     def _once(self) -> int:
-        """One life of the masters; their exit status, negative for a signal."""
+        """One life of the masters; their exit status, negative for a signal. None of them outlives it."""
         try:
-            started = self._start()
-        except (OSError, RuntimeError) as error:
-            self._last.append(f"masters cannot be started: {error}")
+            return self._watch(self._start())
+        except Exception as error:  # noqa: BLE001  # whatever it is, it may be over at the next try
+            started, self._started = self._started, None
+            log.warning("masters cannot be kept", error=f"{type(error).__name__}: {error}")
+            self._last.append(f"masters cannot be started, or not be kept: {type(error).__name__}: {error}")
+            if started is not None:
+                started.end()
             return GIVEN_UP
+
+    def _watch(self, started: Started) -> int:
+        """Wait for their end; the exit status. Raises `OSError`."""
         poll, host, over = select.poll(), raylet(), list[int]()
         poll.register(started.pidfd, select.POLLIN)
         if host >= 0:
@@ -145,7 +156,7 @@ class MastersKeeper:
     def _environment(self) -> dict[str, str]:
         plan, port = self._plan, self._port()
         own = f"{_address() if plan.bind == EVERYWHERE else plan.bind}:{port}"
-        self._store(f"at/{self._number}", own.encode())
+        self._store(mastery.at(self._plan.run, self._number), own.encode())
         found = {
             BACKEND: plan.backend,
             BIND: f"{plan.bind}:{port}",
@@ -164,7 +175,9 @@ class MastersKeeper:
 
     def _port(self) -> int:
         """The port of the masters before: nodes know it, and the dead hold it for a moment. Another one if it stays taken."""
-        known = int(_read(self._plan.job, f"at/{self._number}").rpartition(":")[2] or self._plan.port)
+        known = int(
+            _read(self._plan.job, mastery.at(self._plan.run, self._number)).rpartition(":")[2] or self._plan.port
+        )
         deadline = time.monotonic() + PORT_S
         while known and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
@@ -177,7 +190,7 @@ class MastersKeeper:
         others = [one for one in range(self._plan.keepers) if one != self._number]
         deadline = time.monotonic() + OTHERS_S
         while True:
-            found = [_read(self._plan.job, f"at/{one}") for one in others]
+            found = [_read(self._plan.job, mastery.at(self._plan.run, one)) for one in others]
             if all(found) or time.monotonic() > deadline:
                 return [own, *filter(None, found)]
             time.sleep(STORE_AGAIN_S)
@@ -208,7 +221,7 @@ class MastersKeeper:
 
     def _tell_end(self, status: int) -> None:
         words = "\n".join(self._last)
-        self._store("end", json.dumps({"run": self._plan.run, "status": status, "words": words}).encode())
+        self._store(mastery.end(self._plan.run), json.dumps({"status": status, "words": words}).encode())
 
 
 def _read(job: str, part: str) -> str:

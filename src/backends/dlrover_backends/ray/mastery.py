@@ -1,7 +1,7 @@
 """What the cluster keeps of a job's masters, in its key-value store: who leads which run, where, and how that ended.
 
-A record is written once by whoever claims the job's name, before anything is started. Pure but for the store that it is given:
-`cluster` and `private` hold the real one.
+A record is the claim of a job's name with the highest number, written before anything is started; what else is kept has the run
+in its key. Pure: `private` holds the store.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 
 SPACE = "dlrover-masters"
 """The Ray namespace of all masters' keepers: there a job's name is used once."""
-PREFIX = "masters/"
+PREFIX, CLAIM = "masters/", "claim/"
 HEAD = "node:__internal_head__"
 """The resource that Ray gives to the host of the head, and to no other one."""
 
@@ -82,6 +82,8 @@ class Record:
     addresses: ``host:port`` of masters in the cluster, by the number of their keeper
     over:      the exit status of the masters that came last; None: they are not over
     words:     what these said last
+    claim:     the number of the claim that this is
+    since:     when it was claimed, in seconds of the claimant's wall clock
     """
 
     job: str
@@ -91,6 +93,8 @@ class Record:
     addresses: Mapping[int, str] = field(default_factory=dict)
     over: int | None = None
     words: str = ""
+    claim: int = 0
+    since: int = 0
 
     @property
     def masters(self) -> list[str]:
@@ -99,29 +103,56 @@ class Record:
 
 
 def key(job: str, part: str = "") -> str:
-    """The key of a job's record, or of a part of it: ``at/NUMBER``, ``end``."""
+    """What all keys of a job begin with, or the key of a part: `claimed`, `at` or `end`."""
     return f"{PREFIX}{quote(job, safe='')}/{part}"
 
 
-def called(job: str, number: int) -> str:
+def claimed(number: int) -> str:
+    """The part that is a claim. No such key begins another one, so that one can be removed alone."""
+    return f"{CLAIM}{number:012d}"
+
+
+def at(run: str, number: int) -> str:
+    """The part that says where a keeper's masters are."""
+    return f"{of_run('at', run)}{number}"
+
+
+def end(run: str) -> str:
+    """The part that says how a run has ended."""
+    return of_run("end", run)
+
+
+def of_run(kind: str, run: str) -> str:
+    """What parts of a kind, ``at`` or ``end``, begin with for one run, and for no other one."""
+    return f"{kind}/{quote(run, safe='')}/"
+
+
+def called(job: str, run: str, number: int) -> str:
     """The name of a keeper's actor."""
-    return f"{quote(job, safe='')}#{number}"
+    return f"{quote(job, safe='')}#{quote(run, safe='')}#{number}"
 
 
-def job_of(name: str) -> str:
-    """The job of the keeper with this name."""
-    return unquote(name.rpartition("#")[0])
+def run_of(name: str) -> tuple[str, str]:
+    """The job and the run of the keeper with this name."""
+    job, _, run = name.rpartition("#")[0].partition("#")
+    return unquote(job), unquote(run)
+
+
+def claims(parts: Mapping[str, bytes]) -> dict[int, bytes]:
+    """The claims among a job's parts, by their numbers. One that was removed while they were read is empty, and is none."""
+    return {int(name.removeprefix(CLAIM)): value for name, value in parts.items() if name.startswith(CLAIM) and value}
 
 
 def record_of(job: str, parts: Mapping[str, bytes]) -> Record | None:
-    """The record that these parts are; None: there is none. ``parts``: values by the end of their keys, the record's empty."""
-    if not parts.get(""):
+    """The record that these parts are; None: there is none. ``parts``: values by the end of their keys."""
+    found = claims(parts)
+    if not found:
         return None
-    told, end = json.loads(parts[""]), json.loads(parts.get("end") or b"{}")
-    if end.get("run") != told["run"]:
-        end = {}
+    number = max(found)
+    told = json.loads(found[number])
+    over, where = json.loads(parts.get(end(told["run"])) or b"{}"), of_run("at", told["run"])
     addresses = {
-        int(name.removeprefix("at/")): value.decode() for name, value in parts.items() if name.startswith("at/")
+        int(name.removeprefix(where)): value.decode() for name, value in parts.items() if name.startswith(where)
     }
     return Record(
         job,
@@ -129,8 +160,10 @@ def record_of(job: str, parts: Mapping[str, bytes]) -> Record | None:
         told["token"],
         told.get("driver", ""),
         dict(sorted(addresses.items())),
-        end.get("status"),
-        end.get("words", ""),
+        over.get("status"),
+        over.get("words", ""),
+        number,
+        int(told.get("since", 0)),
     )
 
 

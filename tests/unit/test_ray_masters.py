@@ -1,0 +1,248 @@
+"""Who holds a job's name in a Ray cluster: claims, keepers and their removal, over a store that is a dictionary."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dlrover_backends.ray import fencing, masters, masters_keeper, mastery, private
+from dlrover_backends.ray.masters import InUse, NotKept, StillKept
+from dlrover_backends.ray.masters_keeper import GIVEN_UP, MastersKeeper
+from dlrover_backends.ray.mastery import SPACE, Plan
+from dlrover_backends.ray.records import Actor
+
+JOB = "digits"
+
+
+class Store(dict[str, bytes]):
+    """The cluster's key-value store and its table of actors. ``on_put`` is called once, before the next write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actors: list[Actor] = []
+        self.on_put: Callable[[], None] | None = None
+
+    def put(self, key: str, value: bytes, *, overwrite: bool = True) -> bool:
+        """As `private.put`: was there none before?"""
+        before, self.on_put = self.on_put, None
+        if before is not None:
+            before()
+        new = key not in self
+        if new or overwrite:
+            self[key] = value
+        return new
+
+    def begin(self, prefix: str) -> list[str]:
+        """As `private.keys`."""
+        return [one for one in self if one.startswith(prefix)]
+
+    def remove(self, prefix: str) -> None:
+        """As `private.remove`."""
+        for one in self.begin(prefix):
+            del self[one]
+
+    def age(self, by_s: float) -> None:
+        """All claims are older."""
+        for one in self.begin(mastery.key(JOB, mastery.CLAIM)):
+            told = json.loads(self[one])
+            self[one] = json.dumps({**told, "since": told["since"] - by_s}).encode()
+
+    def keeper(self, run: str, number: int = 0, state: str = "ALIVE") -> None:
+        """A run has a keeper."""
+        name = mastery.called(JOB, run, number)
+        self.actors.append(Actor(f"id-{name}", name, SPACE, state))
+
+
+@pytest.fixture(name="store")
+def made_store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    """An empty cluster."""
+    store = Store()
+    for name, answers in (
+        ("get", store.get),
+        ("put", store.put),
+        ("keys", store.begin),
+        ("remove", store.remove),
+        ("actors", lambda prefix: [one for one in store.actors if one.namespace.startswith(prefix)]),
+    ):
+        monkeypatch.setattr(private, name, answers)
+    return store
+
+
+def holder() -> str:
+    """The run whose name it is; empty: nobody's."""
+    found = masters.find(JOB)
+    return "" if found is None else found.record.run
+
+
+def test_a_run_may_claim_its_name_twice(store: Store) -> None:
+    """A launcher that is started again, and an order that is given again, change the address and keep the name."""
+    masters.claim(JOB, "r1", "t", "a:1")
+    store[mastery.key(JOB, mastery.end("r1"))] = b'{"status": 1}'
+    masters.claim(JOB, "r1", "t", "b:2")
+    found = masters.find(JOB)
+    assert found is not None
+    assert (found.record.run, found.record.driver, found.record.over) == ("r1", "b:2", None)
+    assert masters.jobs() == [JOB]
+
+
+def test_a_name_that_is_led_is_not_taken(store: Store) -> None:
+    """A claim lives while it is young, while keepers live, and while its driver answers; then, or when it is over, it is free."""
+    with socket.create_server(("127.0.0.1", 0)) as driver:
+        masters.claim(JOB, "r1", "t", f"127.0.0.1:{driver.getsockname()[1]}")
+        with pytest.raises(InUse, match=re.escape("as run r1: dlrover stop ray:digits ends it")):
+            masters.claim(JOB, "r2", "t")
+        store.age(masters.YOUNG_S + 1)
+        with pytest.raises(InUse):
+            masters.claim(JOB, "r2", "t")
+    store.keeper("r1")
+    with pytest.raises(InUse):
+        masters.claim(JOB, "r2", "t")
+    store.actors.clear()
+    store.keeper("r0")  # another run's
+    masters.claim(JOB, "r2", "t")
+    assert holder() == "r2"
+    store[mastery.key(JOB, mastery.end("r2"))] = b'{"status": 0}'
+    masters.claim(JOB, "r3", "t")
+    assert holder() == "r3"
+    assert len(store) == 1, "what runs before have written is removed"
+
+
+def test_two_claim_at_once(store: Store) -> None:
+    """Whoever writes second is refused, a new name and one that is taken over alike; also if the first released meanwhile."""
+    store.on_put = lambda: masters.claim(JOB, "r2", "t")
+    with pytest.raises(InUse, match="just been started"):
+        masters.claim(JOB, "r1", "t")
+    assert holder() == "r2"
+    store.age(masters.YOUNG_S + 1)
+
+    def released_and_claimed() -> None:
+        masters.release(JOB, "r2")
+        masters.claim(JOB, "r4", "t")
+        masters.claim(JOB, "r4", "t")
+
+    store.on_put = released_and_claimed
+    with pytest.raises(InUse, match="just been started"):
+        masters.claim(JOB, "r3", "t")
+    assert holder() == "r4"
+
+
+def test_a_claim_that_is_renewed_is_not_taken(store: Store) -> None:
+    """A launcher comes back while another run takes its old name."""
+    masters.claim(JOB, "r1", "t")
+    store.age(masters.YOUNG_S + 1)
+    store.on_put = lambda: masters.claim(JOB, "r1", "t")
+    with pytest.raises(InUse):
+        masters.claim(JOB, "r2", "t")
+    assert holder() == "r1"
+
+
+def test_masters_of_another_run_are_not_kept(store: Store) -> None:
+    """Keepers are made for the run alone that holds the name: after its release none is made."""
+    masters.claim(JOB, "r1", "t")
+    with pytest.raises(NotKept, match="not claimed by run r2"):
+        masters.keep(Plan(JOB, "r2", (), "t"))
+    masters.release(JOB, "r1")
+    with pytest.raises(NotKept, match="not claimed by run r1"):
+        masters.keep(Plan(JOB, "r1", (), "t"))
+    assert not store
+
+
+def test_what_is_removed_with_a_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own keepers alone, though nobody claims the name for it; the name of a run whose keepers live stays claimed."""
+    killed: list[str] = []
+
+    def kill(name: str) -> None:
+        killed.append(name)
+        store.actors = [one for one in store.actors if one.name != name]
+
+    monkeypatch.setattr(masters, "_kill", kill)
+    masters.claim(JOB, "r1", "t")
+    store[mastery.key(JOB, mastery.at("r1", 0))] = b"a:1"
+    store.keeper("r1")
+    store.keeper("r10")
+    assert masters.kept() == {(JOB, "r1"), (JOB, "r10")}
+    masters.release(JOB, "r10")
+    assert killed == [mastery.called(JOB, "r10", 0)]
+    found = masters.find(JOB)
+    assert found is not None
+    assert (found.record.addresses, len(found.keepers)) == ({0: "a:1"}, 1)
+    monkeypatch.setattr(masters, "_kill", lambda _: None)
+    monkeypatch.setattr(masters, "GONE_S", 0.0)
+    with pytest.raises(StillKept, match="do this again then"):
+        masters.release(JOB, "r1")
+    assert holder() == "r1"
+    monkeypatch.setattr(masters, "_kill", kill)
+    monkeypatch.setattr(masters, "GONE_S", 20.0)
+    masters.release(JOB, "r1")
+    assert not store
+
+
+def test_when_a_name_was_claimed(store: Store) -> None:
+    """The record says it, in seconds."""
+    masters.claim(JOB, "r1", "t")
+    found = masters.find(JOB)
+    assert found is not None
+    assert abs(found.record.since - time.time()) < masters.YOUNG_S
+    assert len(store) == 1
+
+
+def test_a_token_never_goes_back(store: Store) -> None:
+    """Two masters give their first orders at once: the older one is known to be deposed, whoever writes last."""
+    assert fencing.newest("token/", 3) == 3
+    store.on_put = lambda: fencing.newest("token/", 12) and None
+    assert fencing.newest("token/", 4) == 12
+    assert (fencing.newest("token/", 1), fencing.newest("token/", 12), fencing.newest("token/", 3)) == (12, 12, 12)
+    assert len(store) == 1
+
+
+def keeper_that(monkeypatch: pytest.MonkeyPatch, start: Callable[[], Any]) -> MastersKeeper:
+    """A masters' keeper outside Ray, whose masters are started so."""
+    keeper = MastersKeeper.__new__(MastersKeeper)
+    keeper._plan, keeper._number = Plan(JOB, "r1", (), "t"), 0
+    keeper._started, keeper._last = None, deque(maxlen=3)
+    monkeypatch.setattr(keeper, "_start", start)
+    return keeper
+
+
+def test_masters_that_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are ended, the reason is among the last words, and they are tried again."""
+    ended: list[bool] = []
+    broken = SimpleNamespace(pidfd="none", end=lambda: ended.append(True))
+
+    def start() -> Any:
+        keeper._started = cast(Any, broken)
+        return broken
+
+    keeper = keeper_that(monkeypatch, start)
+    assert keeper._once() == GIVEN_UP
+    assert (ended, keeper._started) == ([True], None)
+    assert "TypeError" in keeper._last[-1]
+
+
+def test_a_keeper_that_breaks_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process ends, so that Ray starts it again: an actor whose method has raised would live on, idle."""
+
+    class Ended(BaseException):
+        pass
+
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    def breaks(driver: str) -> None:
+        raise OSError(f"too many open files: {driver}")
+
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(masters_keeper, "_await_end", breaks)
+    with pytest.raises(Ended, match="1"):
+        keeper_that(monkeypatch, lambda: None).run()
