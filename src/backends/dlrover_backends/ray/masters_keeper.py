@@ -54,7 +54,9 @@ class MastersKeeper:
         for name in (*OWN, *(one for one in os.environ if one.startswith("DLROVER_"))):
             os.environ.pop(name, None)
         signal.signal(signal.SIGTERM, self._hand_over)
-        ray.get_runtime_context().current_actor.run.remote()
+        # A process that was started again is told so by the cluster's service, maybe now: such a call fails unless it is retried,
+        # and the actor would live on, idle.
+        ray.get_runtime_context().current_actor.run.options(max_task_retries=-1).remote()
 
     def run(self) -> None:
         """Keep masters until the job is over; then this actor is over too, and is not restarted."""
