@@ -360,6 +360,41 @@ def test_an_interrupted_draw_loses_nothing(play: Any, monkeypatch: pytest.Monkey
     play(test)
 
 
+@pytest.mark.parametrize("where", ["announced", "_indices"])
+def test_a_shard_that_came_and_was_not_taken_is_drawn_again(
+    play: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Whether a signal's handler raises in the line, or before the caller has its shard: others wait for all positions."""
+
+    @contextlib.contextmanager
+    def interrupted(*_: Any) -> Any:
+        yield
+        raise Interrupted
+
+    def at_once(*_: Any) -> Any:
+        raise Interrupted
+
+    async def test(one: Stand) -> None:
+        line = await one.line()
+        one.order((0, 20))
+        monkeypatch.setattr(leases, "line_of_process", lambda: line)
+        work = LeasedIndices("eval", size=100, seed=7, order="file", epochs=2, shard=4)
+        drawn = []
+        for number in range(5):
+            with monkeypatch.context() as patched:
+                if number in {1, 2}:
+                    what: Any = work if where == "_indices" else leases
+                    patched.setattr(what, where, at_once if where == "_indices" else interrupted)
+                try:
+                    shard = await asyncio.to_thread(work.draw)
+                    drawn.append(shard.span)
+                except Interrupted:
+                    drawn.append("interrupted")
+        assert drawn == [(0, 4), "interrupted", "interrupted", (4, 8), (8, 12)]
+
+    play(test)
+
+
 @pytest.mark.parametrize(
     "packet",
     [

@@ -68,6 +68,7 @@ class LeaseLine:
                 '"lease" needs an agent that hands out samples, and this process has none: start the script with dlrover-run',
             )
         self.pid, self._opened, self._lost = os.getpid(), set[str](), dict[str, int]()
+        self._drawn: dict[str, int] = {}  # of the newest draw that was answered, its number
         self._numbers, self._lock = itertools.count(1), threading.Lock()
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _close_in_children()
@@ -94,17 +95,28 @@ class LeaseLine:
     def draw(self, dataset: str, most: int, acked: Sequence[Span] = (), within_s: float = WAIT_S) -> Span | Wait | None:
         """The next positions, ``most`` at most, after ``acked`` were used; None: all of the data were used. Raises `DataGone`.
 
-        An interrupted draw, by whatever exception, loses nothing: the next one gets the positions that were its answer.
+        A draw that is interrupted, by whatever exception, loses nothing until it returns: the next one gets the positions that
+        were its answer. Whoever is interrupted before it has put these away calls `not_taken`.
         """
+        self._drawn.pop(dataset, None)
         for first in range(0, max(0, len(acked) - ACKS_MAX), ACKS_MAX):
             self.acked(dataset, acked[first : first + ACKS_MAX])
         spans = _flat(acked[-(len(acked) % ACKS_MAX or ACKS_MAX) :])
         body = {"op": "draw", "dataset": dataset, "most": most, "spans": spans, "within_s": within_s}
-        with announced():
-            answer = self._ask(body, draws=dataset)
-        if "span" in answer:
-            return Span(*answer["span"])
-        return None if answer.get("end") else Wait(str(answer.get("wait", "")))
+        try:
+            with announced():
+                answer = self._ask(body, draws=dataset)
+            if "span" in answer:
+                return Span(*answer["span"])
+            return None if answer.get("end") else Wait(str(answer.get("wait", "")))
+        except BaseException:
+            self.not_taken(dataset)
+            raise
+
+    def not_taken(self, dataset: str) -> None:
+        """Let the next draw get what the newest one was answered, if that is known here."""
+        if number := self._drawn.pop(dataset, 0):
+            self._lost.setdefault(dataset, number)
 
     def acked(self, dataset: str, spans: Sequence[Span]) -> None:
         """These were used. Raises `DataGone`."""
@@ -134,7 +146,9 @@ class LeaseLine:
                 raise DataGone(f"the agent, which hands out samples, does not answer {body['op']!r}: {why}") from error
             if not isinstance(answer, dict) or answer.get("n") != number:
                 raise DataGone(f"the agent's answer to {body['op']!r} makes no sense")
-            self._lost.pop(draws, None)
+            if draws:
+                self._drawn[draws] = self._lost[draws]
+                del self._lost[draws]
         if "error" in answer:
             raise SpecError("data", str(answer["error"]))
         return cast("dict[str, Any]", answer)
@@ -241,14 +255,21 @@ class LeasedIndices:
         """The next shard; `Wait`: there is none now; None: all of the data were used. Shards before it count only by `used`."""
         line = line_of_process()
         line.open(self.terms, self.shard)
-        if self._left:
-            left = self._left.pop()
-            return Shard(*self._indices(left), left)
         with self._saying:
-            used = tuple(self._used)
-            span = line.draw(self.terms.name, self.shard, used, within_s)
-            del self._used[: len(used)]
-        return Shard(*self._indices(span), span) if isinstance(span, Span) else span
+            # Whatever is interrupted here is drawn again: no shard stays with a process that does not know of it.
+            if self._left:
+                shard = Shard(*self._indices(self._left[-1]), self._left[-1])
+                del self._left[-1]
+                return shard
+            used, span = tuple(self._used), None
+            try:
+                span = line.draw(self.terms.name, self.shard, used, within_s)
+                del self._used[: len(used)]
+                return Shard(*self._indices(span), span) if isinstance(span, Span) else span
+            except BaseException:
+                if isinstance(span, Span):
+                    line.not_taken(self.terms.name)
+                raise
 
     def used(self, span: Span) -> None:
         """These positions were used; it is said with the next draw, or by `done`."""

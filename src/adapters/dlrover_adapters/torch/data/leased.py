@@ -149,8 +149,8 @@ class Leased:
         """Without samples that are quarantined; a suspected range is divided at its middle."""
         before, start = shard.epoch * self._of.size, shard.span.start
         first, end, left = start - before, shard.span.end - before, self._of.left
-        cuts = sorted({*range(first, end, self.micro_batch), *left.cuts(shard.epoch, first, end)})
         try:
+            cuts = sorted({*range(first, end, self.micro_batch), *left.cuts(shard.epoch, first, end)})
             for micro in divided(Micro(first, end), cuts):
                 span = Span(before + micro.start, before + micro.end)
                 if len(left.within(shard.epoch, micro.start, micro.end)) == micro.end - micro.start:
