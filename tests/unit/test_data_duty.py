@@ -360,6 +360,32 @@ def test_an_interrupted_draw_loses_nothing(play: Any, monkeypatch: pytest.Monkey
     play(test)
 
 
+def test_whoever_begins_a_dataset_anew_keeps_what_it_has_of_another(play: Any) -> None:
+    """A line for each dataset: of the other one nothing is handed out again, or told to be repeated."""
+
+    async def test(one: Stand) -> None:
+        works = [LeasedIndices(name, size=100, epochs=2, seed=7, order="file", shard=4) for name in ("eval", "other")]
+        os.environ.update(RANK="2", LOCAL_RANK="0")
+        told = (LeaseTold(*work.terms[:6], spans=Ranges([(0, 20)]).pack()) for work in works)
+        one.duty.ordered(NOBODY.telling(Leases(tuple(told))))
+
+        async def drawn() -> list[Any]:
+            return [found.span for work in works if (found := await asyncio.to_thread(work.draw))]
+
+        try:
+            assert await drawn() == [(0, 4), (0, 4)]
+            works[0].begin_anew()
+            await one.until(lambda: any(isinstance(sent, ReportRepeated) for sent in one.sent))
+            assert await drawn() == [(0, 4), (4, 8)]
+            repeated = [sent.dataset for sent in one.sent if isinstance(sent, ReportRepeated)]
+            assert repeated == ["eval"]
+        finally:
+            for work in works:
+                work.begin_anew()
+
+    play(test)
+
+
 @pytest.mark.parametrize("where", ["announced", "_indices"])
 def test_a_shard_that_came_and_was_not_taken_is_drawn_again(
     play: Any, monkeypatch: pytest.MonkeyPatch, where: str
@@ -377,7 +403,7 @@ def test_a_shard_that_came_and_was_not_taken_is_drawn_again(
     async def test(one: Stand) -> None:
         line = await one.line()
         one.order((0, 20))
-        monkeypatch.setattr(leases, "line_of_process", lambda: line)
+        monkeypatch.setattr(leases, "line_of_process", lambda _name: line)
         work = LeasedIndices("eval", size=100, seed=7, order="file", epochs=2, shard=4)
         drawn = []
         for number in range(5):
@@ -478,7 +504,7 @@ def test_what_is_used_while_another_thread_draws_is_said_next(monkeypatch: pytes
             """As `LeaseLine` does."""
             said.append(spans)
 
-    monkeypatch.setattr(leases, "line_of_process", Line)
+    monkeypatch.setattr(leases, "line_of_process", lambda _name: Line())
     work = copy.deepcopy(LeasedIndices("eval", size=10))  # as it is pickled for loaders
     work.used(Span(0, 1))
     drawn = work.draw()

@@ -64,7 +64,7 @@ class Line:
 def agent(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> Line:
     """This process's agent answers so."""
     line = Line(*answers)
-    monkeypatch.setattr(leases, "line_of_process", lambda: line)
+    monkeypatch.setattr(leases, "line_of_process", lambda _name: line)
     return line
 
 
@@ -227,9 +227,9 @@ def test_persistent_loader_processes_begin_anew(monkeypatch: pytest.MonkeyPatch)
     data = dataset(shard=4)
     list(data.over(()))
     agent(monkeypatch, Span(0, 4), Span(0, 4), None)
-    hung_up: list[bool] = []
-    monkeypatch.setattr(leases, "hang_up", lambda: hung_up.append(True))
+    hung_up: list[str] = []
+    monkeypatch.setattr(leases, "hang_up", hung_up.append)
     monkeypatch.setattr("dlrover_adapters.torch.data.dataset.get_worker_info", lambda: True)
     assert next(iter(data)).start == 0
     assert [one.start for one in data] == [0, 2]
-    assert hung_up == [True]
+    assert hung_up == ["eval"]

@@ -57,7 +57,7 @@ class Wait(NamedTuple):
 
 
 class LeaseLine:
-    """This process's line to the agent. Made where it is first needed; a forked child makes its own."""
+    """This process's line to the agent, one for each dataset. Made where it is first needed; a forked child makes its own."""
 
     def __init__(self) -> None:
         """Dial. Raises `SpecError` where no agent of ours runs this process, `DataGone`."""
@@ -161,27 +161,31 @@ class LeaseLine:
                 return answer
 
 
-def line_of_process() -> LeaseLine:
-    """The line of this process, made where there is none yet. Raises as `LeaseLine` does."""
-    for one in _LINES:
-        if one.pid == os.getpid():
-            return one
-    line = LeaseLine()
-    _KEPT.append(line)
+def line_of_process(dataset: str) -> LeaseLine:
+    """This process's line for a dataset, made where there is none yet. Raises as `LeaseLine` does."""
+    line = _KEPT.get(dataset)
+    if line is None or line.pid != os.getpid():
+        made = LeaseLine()
+        if line is not None:
+            _KEPT.pop(dataset, None)
+        line = _KEPT.setdefault(dataset, made)
+        if line is not made:  # another thread was sooner
+            made.close()
     return line
 
 
-def hang_up() -> None:
-    """Give up all that this process has drawn and not acknowledged: others get it, and the log says that it may be repeated."""
-    for one in list(_LINES):
-        if one.pid == os.getpid():
-            one.close()
-            _LINES.discard(one)
-    _KEPT.clear()
+def hang_up(dataset: str) -> None:
+    """Give up all of a dataset that this process has drawn and not acknowledged.
+
+    Others get it, and the log says that it may be repeated.
+    """
+    line = _KEPT.pop(dataset, None)
+    if line is not None:
+        line.close()
 
 
-_KEPT: list[LeaseLine] = []
-"""Lines live as long as their process."""
+_KEPT: dict[str, LeaseLine] = {}
+"""By dataset: whoever gives one up keeps what it has of others. Lines live as long as their process."""
 
 
 def _close_in_children() -> None:
@@ -253,7 +257,7 @@ class LeasedIndices:
 
     def draw(self, within_s: float = WAIT_S) -> Shard | Wait | None:
         """The next shard; `Wait`: there is none now; None: all of the data were used. Shards before it count only by `used`."""
-        line = line_of_process()
+        line = line_of_process(self.terms.name)
         line.open(self.terms, self.shard)
         with self._saying:
             # Whatever is interrupted here is drawn again: no shard stays with a process that does not know of it.
@@ -281,8 +285,8 @@ class LeasedIndices:
             self._left.append(span)
 
     def begin_anew(self) -> None:
-        """Give up all that this process has drawn and not said to be used."""
-        hang_up()
+        """Give up all of this dataset that this process has drawn and not said to be used."""
+        hang_up(self.terms.name)
         self._left.clear()
         self._used.clear()
 
@@ -292,7 +296,7 @@ class LeasedIndices:
         with self._saying:
             used = tuple(self._used)
             if used:
-                line = line_of_process()
+                line = line_of_process(self.terms.name)
                 line.open(self.terms, self.shard)
                 line.acked(self.terms.name, tuple(Ranges(used)))
                 del self._used[: len(used)]
