@@ -332,12 +332,11 @@ class _Master:
 
     async def _level(self) -> None:
         size = GroupSize("worker", "worker", 1, len(self._of.places), standby=self._of.standby)
-        while self._of.standby:
-            with contextlib.suppress(CoreError):
-                await self._backend.sized(Wanted((size,)), self._token)
-                break
-            await asyncio.sleep(0.01)
         while True:
+            if self._of.standby:
+                self._backend.heard(())
+                with contextlib.suppress(CoreError):
+                    await self._backend.sized(Wanted((size,)), self._token)
             if self._listed:
                 await asyncio.gather(*(self._place(place) for place in self._of.places))
             tick = asyncio.get_running_loop().call_later(0.05, self._news.set)

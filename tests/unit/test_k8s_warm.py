@@ -13,8 +13,8 @@ from k8s_virtual import OVER, PODS, _status
 
 from dlrover_backends.k8s import claims, names, standbys
 from dlrover_backends.k8s.client import KubernetesBackend
-from dlrover_backends.k8s.errors import ApiError
-from dlrover_backends.k8s.warm import DEAF_S
+from dlrover_backends.k8s.errors import ApiError, Conflict
+from dlrover_backends.k8s.warm import DEAF_S, FENCE_S
 from dlrover_core import BackendContext
 from dlrover_core.errors import LaunchRefused
 from dlrover_core.history import incident_of, render_story
@@ -152,7 +152,12 @@ class Stage:
 
 
 def tell(
-    story: Callable[[Stage], Awaitable[None]], *, standby: int = 1, hosts: tuple[str, ...] = (), args: str = ""
+    story: Callable[[Stage], Awaitable[None]],
+    *,
+    standby: int = 1,
+    hosts: tuple[str, ...] = (),
+    args: str = "",
+    memory_mib: int = 0,
 ) -> None:
     """Tell a story of a job of two nodes in virtual time."""
 
@@ -164,7 +169,7 @@ def tell(
         def made(_: Platform) -> KubernetesBackend:
             return KubernetesBackend(here, api, now=loop.time, wall=lambda: EPOCH.timestamp() + loop.time())
 
-        spec = JobSpec("warm", (GroupSpec(nodes_min=2, nodes_max=2, nproc=1, standby=standby),))
+        spec = JobSpec("warm", (GroupSpec(nodes_min=2, nodes_max=2, nproc=1, standby=standby, memory_mib=memory_mib),))
         cluster = Warmed(spec, training=Training(10**6, step_s=0.1), backend=made, hosts=hosts)
         async with cluster:
             kubelet = asyncio.ensure_future(Kubelet(api, cluster).run())
@@ -413,3 +418,122 @@ def test_a_mistake_is_not_the_end_of_standbys() -> None:
         await on.warm()
 
     tell(story)
+
+
+def test_standbys_get_the_memory_that_nodes_get() -> None:
+    """Once nodes are launched with more memory than the spec says, standbys are made with it too, and fit."""
+
+    async def story(on: Stage) -> None:
+        await on.warm()
+        on.cluster.state.incidents.memory["worker"] = 2048
+        await on.cluster.until(lambda: [_memory(one) for one in on.free()] == ["2048Mi"])
+        await on.warm()
+        (warm,) = on.free()
+        on.kill(on.pods()["worker-1-0"])
+        await on.cluster.until(lambda: "worker-1-1" in on.pods())
+        assert on.pods()["worker-1-1"]["metadata"]["uid"] == warm["metadata"]["uid"]
+        assert on.cluster.state.nodes.nodes["worker-1-1"].memory_mib == 2048
+
+    tell(story, memory_mib=1024)
+
+
+def _memory(pod: dict[str, Any]) -> str:
+    return str(pod["spec"]["containers"][0]["resources"]["limits"]["memory"])
+
+
+def test_a_master_that_may_not_order_leaves_standbys_alone() -> None:
+    """None is made or removed meanwhile, and none is deaf for what nobody listened to."""
+
+    async def story(on: Stage) -> None:
+        await on.warm(2)
+        kept, leader = on.free()[0], on.cluster.leader
+        may: Any = leader.may_order
+        leader.may_order = lambda: False  # type: ignore[method-assign]
+        await asyncio.sleep(2 * FENCE_S)
+        on.kill(on.free()[1])
+        await on.cluster.until(lambda: len(on.free()) == 1)
+        asked = len(on.api.asked)
+        await asyncio.sleep(2 * DEAF_S)
+        made = [one for one in on.api.asked[asked:] if one[0] in {"POST", "DELETE"} and "/pods" in one[1]]
+        assert not [one for one in made if "binding" not in one[1]]
+        leader.may_order = may  # type: ignore[method-assign]
+        await on.warm(2)
+        assert kept["metadata"]["uid"] in {one["metadata"]["uid"] for one in on.free()}
+
+    tell(story, standby=2)
+
+
+def test_launches_of_one_master_do_not_compete_for_the_book() -> None:
+    """Sixteen nodes are launched at once: each is decided at its first try, and no standby is two nodes."""
+
+    async def story(on: Stage) -> None:
+        await on.warm(2)
+        backend: Any = on.cluster.master._leveller._backend  # type: ignore[union-attr]
+        asked, inside = on.api.ask, on.api
+        refused: list[str] = []
+
+        async def slow(method: str, path: str, **rest: Any) -> dict[str, Any]:
+            await asyncio.sleep(0.01)
+            try:
+                return await asked(method, path, **rest)
+            except Conflict:
+                refused.append(path)
+                raise
+
+        inside.ask = slow  # type: ignore[method-assign]
+        nodes = [NodeLaunch(f"warm-worker-{n}-1", f"worker-{n}-1", "worker", n, 1, 1, ()) for n in range(2, 18)]
+        seats = await asyncio.gather(*(backend.launch(one, 99) for one in nodes))
+        inside.ask = asked  # type: ignore[method-assign]
+        taken = [one for one in seats if one is not None]
+        assert len(taken) == len(set(taken)) >= 2
+        assert not [one for one in refused if "configmaps" in one]
+
+    tell(story, standby=2)
+
+
+def test_the_book_forgets_earlier_nodes_alone() -> None:
+    """A decision for a node leaves later ones of its place, and other places, where they are."""
+    said = {"w-1-2": "own", "w-1-3": "own", "w-1-10": "own", "w-11-1": "own", "v-w-1-1": "own"}
+    book = claims.Book({"metadata": {"uid": "u", "resourceVersion": "1"}, "data": said})
+    assert book.decision("w-1-3", "own")["data"] == {"w-1-2": None, "w-1-3": "own"}
+    assert [node for node in said if book.is_past(node)] == ["w-1-2", "w-1-3"]
+
+
+def test_a_late_launch_and_a_lost_book() -> None:
+    """A launch that a later one of its place has overtaken is refused; without a book a node stays the pod that it is."""
+
+    async def story(on: Stage) -> None:
+        await on.warm()
+        (warm,) = on.free()
+        backend: Any = on.cluster.master._leveller._backend  # type: ignore[union-attr]
+        node = NodeLaunch("warm-worker-7-2", "worker-7-2", "worker", 7, 2, 1, ())
+        assert await backend.launch(node, 99) == standbys.seat_of(warm)
+        earlier = node._replace(name="warm-worker-7-1", node="worker-7-1", incarnation=1)
+        with pytest.raises(LaunchRefused, match="a later node of its place") as refused:
+            await backend.launch(earlier, 99)
+        assert refused.value.permanent
+        await on.api.ask("DELETE", f"/api/v1/namespaces/ml/configmaps/{names.claims_name('warm', 'run-1')}")
+        assert await backend.launch(node, 99) == standbys.seat_of(warm)
+
+    tell(story)
+
+
+@pytest.mark.parametrize(
+    ("status", "may"),
+    [
+        ({"phase": "Running"}, True),
+        ({"phase": "Pending"}, True),
+        ({"phase": "Unknown"}, False),
+        ({"phase": "Failed"}, False),
+        (
+            {"phase": "Running", "conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "Evicted"}]},
+            False,
+        ),
+        ({"phase": "Pending", "containerStatuses": [{"state": {"waiting": {"reason": "ErrImagePull"}}}]}, False),
+    ],
+)
+def test_a_standby_that_is_not_well_is_not_taken(status: dict[str, Any], may: bool) -> None:
+    """Nor one that is about to be taken away."""
+    backend, node = KubernetesBackend(HERE, Inside()), standbys.node_of(SIZE)
+    pod = standbys.manifest(HERE, backend._told, node, OWNER)
+    assert standbys.may_be({**pod, "status": status}, node, standbys.shape_of(pod)) == may

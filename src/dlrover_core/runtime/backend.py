@@ -151,7 +151,10 @@ class Reserving(Protocol):
     """A backend that keeps standbys: agents without a name, which wait in seats that it has made."""
 
     def heard(self, seats: Collection[str]) -> None:
-        """Agents wait in these seats and answer; the leader says so again and again. It must not wait."""
+        """Agents wait in these seats and answer. It must not wait.
+
+        The leader says so every two seconds while it may give orders. Standbys are made and removed only while it does.
+        """
         ...
 
 

@@ -7,9 +7,9 @@ are launched, unnamed nodes are deleted. A new master levels as the old one did.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -29,6 +29,8 @@ BACK_OFF_S = (0.2, 1.0, 5.0, 15.0, 30.0)
 FAILED_MAX = 4
 """So often a deletion is tried at the end of a job, six seconds long, until somebody else must see to the node."""
 RELEVEL_S = 30.0
+HEAR_S = 2.0
+"""So often a backend is told which standbys answer: that this master still leads, too."""
 WORDS_EVERY_S = 60.0
 
 log = structlog.get_logger("dlrover.master")
@@ -84,7 +86,7 @@ class Leveller:
 
     async def run(self) -> None:
         """Observe and level until cancelled."""
-        beside = [asyncio.ensure_future(one) for one in (self._observe(), self._rooms.run(), self._sizes.run())]
+        beside = [asyncio.ensure_future(one) for one in self._beside()]
         try:
             while True:
                 self._pass()
@@ -93,6 +95,16 @@ class Leveller:
             for task in (*beside, *self._tasks):
                 task.cancel()
             await asyncio.gather(*beside, *self._tasks, return_exceptions=True)
+
+    def _beside(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        return self._observe(), self._rooms.run(), self._sizes.run(), self._hear()
+
+    async def _hear(self) -> None:
+        """Tell the backend which standbys answer, again and again, while this master may order."""
+        while isinstance(self._backend, Reserving) and self._seats is not None:
+            if self._known and self._master.may_order():
+                self._backend.heard(self._seats.heard())
+            await asyncio.sleep(HEAR_S)
 
     def _room_found(self) -> None:
         """Launch at once what was refused for want of room."""

@@ -119,7 +119,13 @@ def wanted_by(state: JobState) -> Wanted:
         now = HELD
     if not state.job.live:
         now = state.job.state if state.job.over else "stopped"
-    return Wanted(sizes_of(state.job.spec), now, state.job.reason)
+    raised = state.incidents.memory
+    sizes = (
+        # Standbys are to fit the nodes to come. Quotas and gangs are asked for what the spec says.
+        one._replace(memory_mib=raised.get(one.name, one.memory_mib)) if one.standby else one
+        for one in sizes_of(state.job.spec)
+    )
+    return Wanted(tuple(sizes), now, state.job.reason)
 
 
 def held(state: JobState) -> bool:

@@ -55,12 +55,24 @@ class Book:
         """The uids of standbys that nodes are to be."""
         return frozenset(text.partition("/")[2] for text in self._said.values() if text != OWN)
 
+    def is_past(self, node: str) -> bool:
+        """Was a later node of the same place decided?"""
+        return any(_later(one, node) > 0 for one in self._said)
+
     def decision(self, node: str, what: str) -> Json:
         """The patch that writes it down, and forgets earlier nodes of the place. It fails where the book has changed."""
-        place, metadata = node.rpartition("-")[0], self._thing["metadata"]
-        older = {one: None for one in self._said if one.rpartition("-")[0] == place and one != node}
+        metadata = self._thing["metadata"]
+        older = {one: None for one in self._said if _later(node, one) > 0}
         version = {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
         return {"metadata": version, "data": {**older, node: what}}
+
+
+def _later(one: str, other: str) -> int:
+    """By how many incarnations a node is later than another one of its place; 0: they are of two places."""
+    (place, _, number), (other_place, _, other_number) = one.rpartition("-"), other.rpartition("-")
+    if place != other_place or not (number.isdecimal() and other_number.isdecimal()):
+        return 0
+    return int(number) - int(other_number)
 
 
 class Claims:

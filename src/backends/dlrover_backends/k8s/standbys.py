@@ -131,8 +131,11 @@ def host_of(pod: Json) -> str:
 
 
 def may_be(pod: Json, node: NodeLaunch, shape: str) -> bool:
-    """Could this free standby become the node? It must live, fit, and be where the node may be."""
-    if endings.is_deleted(pod) or not lives(pod) or group_of(pod) != node.group or shape_of(pod) != shape:
+    """Could this free standby become the node? It must be well, stay, fit, and be where the node may be."""
+    seen = endings.observation(pod)
+    if seen.phase not in {"pending", "running"} or seen.notice or seen.waits:
+        return False  # its host is lost, it is about to be taken away, or its image does not come
+    if group_of(pod) != node.group or shape_of(pod) != shape:
         return False
     if host_of(pod):
         return host_of(pod) not in node.avoid

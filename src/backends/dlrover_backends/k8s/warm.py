@@ -36,6 +36,8 @@ DEAF_S = 300.0
 """A standby that has run for so long, and whose agent no master hears, is replaced."""
 CROWDED_S = 60.0
 """For so long after a node was refused for now no standby is made: it would take what the node waits for."""
+FENCE_S = 5.0
+"""Standbys are made and removed only within so long after the leader has said which of them answer: it says so all the time."""
 LOOK_S = 60.0
 
 Ask = Callable[..., Awaitable[Json]]
@@ -105,6 +107,7 @@ class Warm:
         self._ran: dict[str, float] = {}
         self._left: dict[str, float] = {}
         self._heard: frozenset[str] = frozenset()
+        self._led_since = self._led_at = float("-inf")
         self._heard_at: dict[str, float] = {}
         self._avoid: dict[str, tuple[str, ...]] = {}
         self._taking: set[str] = set()
@@ -152,8 +155,16 @@ class Warm:
     def heard(self, seats: Collection[str]) -> None:
         """Agents wait in these seats, and answer."""
         now = self._now()
+        if not self._is_led():
+            self._led_since = now
+            self._news.set()
+        self._led_at = now
         self._heard = frozenset(seats)
         self._heard_at |= dict.fromkeys(seats, now)
+
+    def _is_led(self) -> bool:
+        """Does a master that may order look after the standbys?"""
+        return self._now() - self._led_at <= FENCE_S
 
     def refused(self) -> None:
         """A node was refused for now: it needs what standbys have."""
@@ -229,29 +240,39 @@ class Warm:
         async with self._deciding:
             for _ in range(TRIES):
                 book = await self._claims.read(owner)
+                if book.is_past(key):
+                    raise LaunchRefused(f"{node.name}: a later node of its place was launched", permanent=True)
                 said = book.says(key)
                 if said is not None and (isinstance(said, str) or said.text != over):
                     return said
-                best = await self._best(node, owner, template, book.taken)
-                what = best if best is not None else claims.OWN
+                what = await self._made_as(node, owner)
+                what = what or await self._best(node, owner, template, book.taken) or claims.OWN
                 if await self._claims.write(book, key, what if isinstance(what, str) else what.text):
                     return what
         raise LaunchRefused(f"{node.name}: its standby is not decided yet", permanent=False)
 
-    async def _has_own(self, node: NodeLaunch) -> bool:
-        """Is there a pod of the node's own already? A master that keeps no book may have made it. Raises `ApiError`."""
-        try:
+    async def _made_as(self, node: NodeLaunch, owner: Json) -> claims.Standby | str | None:
+        """What the node is already, whatever the book says: it may have been lost, or not kept. Raises `ApiError`."""
+        from urllib.parse import urlencode
+
+        label = f"{names.LABEL_NODE}={names.label_value(node.node)}"
+        query = urlencode({"labelSelector": f"{names.selector(self._here.job, self._here.run)},{label}"})
+        found = await self._ask("GET", f"{self._path('pods')}?{query}")
+        for pod in found.get("items") or ():
+            if endings.true_name(pod) == node.name and self._cluster.is_ours(pod, owner):
+                return claims.Standby(pod["metadata"]["name"], _uid(pod)) if standbys.is_standby(pod) else claims.OWN
+        try:  # its labels may be gone
             await self._ask("GET", f"{self._path('pods')}/{names.pod_name(node.name, self._here.run)}")
         except NotFound:
-            return False
-        return True
+            return None
+        return claims.OWN
 
     async def _best(
         self, node: NodeLaunch, owner: Json, template: Template, taken: Collection[str]
     ) -> claims.Standby | None:
         """The free standby that would train soonest: one that answers, then one that runs, then the oldest."""
         free = {uid: pod for uid, pod in self._free.items() if uid not in taken and uid not in self._taking}
-        if not any(standbys.group_of(pod) == node.group for pod in free.values()) or await self._has_own(node):
+        if not any(standbys.group_of(pod) == node.group for pod in free.values()):
             return None
         wanted = standbys.manifest(self._here, self._told, node, owner, await template(node.group))
         shape = standbys.shape_of(wanted)
@@ -324,7 +345,7 @@ class Warm:
     async def _level(self) -> float:
         """One pass; seconds until the next one. Raises `ApiError`."""
         nodes = self._cluster.nodes
-        if nodes is None or self._booked is None:
+        if nodes is None or self._booked is None or not self._is_led():
             return LOOK_S
         for uid, pod in list(self._free.items()):
             why = self._unfit(uid, pod) if uid in self._free else ""  # it may have ceased to be free meanwhile
@@ -365,7 +386,8 @@ class Warm:
         if self._is_crowded():
             return "a node waits for room"
         runs_since = self._ran.get(uid, self._now())
-        silent_s = self._now() - max(runs_since, self._heard_at.get(standbys.seat_of(pod), 0.0))
+        heard_at = self._heard_at.get(standbys.seat_of(pod), 0.0)
+        silent_s = self._now() - max(runs_since, heard_at, self._led_since)
         if standbys.runs(pod) and silent_s > DEAF_S:
             return f"no master has heard its agent for {silent_s:.0f} s"
         return ""
@@ -378,6 +400,8 @@ class Warm:
         )
 
     async def _remove(self, uid: str, pod: Json, why: str) -> None:
+        if not self._is_led():
+            return
         group = standbys.group_of(pod)
         failed = not standbys.lives(pod) or why.startswith(("failed", "no master"))
         if failed and self._state == RUNNING and uid not in self._ended:
@@ -410,6 +434,8 @@ class Warm:
         if self._is_crowded() or not self._settled(name, group.nodes_min, nodes):
             return max(1.0, min(LOOK_S, self._crowded_until - self._now()))
         for _ in range(missing):
+            if not self._is_led():
+                return LOOK_S
             try:
                 await self._make(name, group)
             except Forbidden as error:
