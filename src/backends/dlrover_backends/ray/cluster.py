@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import ray
+import structlog
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -28,6 +29,9 @@ NODE_ID = "ray.io/node-id"
 CLEAR_S, CLEAR_LOOK_S = 20.0, 0.1
 CLEAR_GRACE_S = 2.0
 """An agent that is asked removes its own folder; one that is killed leaves it to the next agent on its host."""
+
+
+log = structlog.get_logger("dlrover.desk")
 
 
 class Order(NamedTuple):
@@ -185,7 +189,11 @@ class Cluster:
         raw = private.get(key)
         known: dict[str, Any] = json.loads(raw) if raw else {}
         if not known or not all(private.is_there(one) for one in names.packages(known)):
-            known = private.uploaded(env)
+            before, known = known, private.uploaded(env)
+            if before not in ({}, known):
+                log.warning(
+                    "a folder is sent anew, as it is now", before=names.packages(before), now=names.packages(known)
+                )
             private.put(key, json.dumps(known).encode())
         return known
 
