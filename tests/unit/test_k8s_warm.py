@@ -393,6 +393,12 @@ def test_silence_counts_from_when_it_runs() -> None:
         assert keeper._unfit("u-1", running) == ""
         at[0] += DEAF_S + 1
         assert "no master has heard" in keeper._unfit("u-1", running)
+        keeper.heard(())
+        assert keeper._unfit("u-1", running) == "", "nobody listened until now: its agent may come yet"
+        for _ in range(int(DEAF_S) + 1):
+            at[0] += 1
+            keeper.heard(())
+        assert "no master has heard" in keeper._unfit("u-1", running)
 
     asyncio.run(story())
 
