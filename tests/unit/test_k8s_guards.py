@@ -124,3 +124,21 @@ def test_masters_in_pods_have_theirs() -> None:
     sized(server, (4, 4), args="image=i,namespace=ml,owner=v1/secrets/own")
     sized(server, (4, 4), state="succeeded")
     assert guards(server) == []
+
+
+@pytest.mark.parametrize(("error", "status"), [(Forbidden, 403), (Busy, 500)])
+def test_a_budget_of_masters_in_pods_follows_later(error: type[ApiError], status: int) -> None:
+    """A change of size that was refused is made once it may be, and is in no launch's way."""
+    server = Without(0, error, status)
+    where = "/apis/policy/v1/namespaces/ml/poddisruptionbudgets"
+
+    async def story() -> None:
+        await server.ask("POST", where, body={"metadata": {"name": "b"}, "spec": {"minAvailable": 3, "selector": {}}})
+        args = "image=i,namespace=ml,budget=b,owner=v1/secrets/own"
+        backend = KubernetesBackend(dataclasses.replace(HERE, args=args), server)
+        server.refusals = 1
+        for left in (3, 1):
+            await backend.sized(Wanted((SIZE._replace(nodes_min=2, nodes_max=2),)), 1)
+            assert kept(server) == left
+
+    asyncio.run(asyncio.wait_for(story(), 20))

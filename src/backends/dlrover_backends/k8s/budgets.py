@@ -36,6 +36,7 @@ class Budget:
     def __init__(self, name: str, ask: Ask, where: Callable[[], str]) -> None:
         self._name, self._ask, self._where = name, ask, where
         self._kept: int | None = None
+        self._told = ""
 
     async def sized(self, wanted: Wanted) -> None:
         """Let it keep what a job of these sizes needs. One that somebody has deleted stays so. Raises `ApiError`."""
@@ -49,8 +50,10 @@ class Budget:
                 await self._ask("PATCH", path, {"spec": {"minAvailable": kept}})
         except NotFound:
             pass
-        except Forbidden as error:
-            log.warning(
-                "the disruption budget keeps its size", budget=self._name, wanted=kept, error=missing_right(error)
-            )
+        except Forbidden as error:  # tried again: the right may be granted
+            why = missing_right(error)
+            if why != self._told:
+                log.warning("the disruption budget keeps its size", budget=self._name, wanted=kept, error=why)
+            self._told = why
+            return
         self._kept = kept
