@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from dlrover_backends.ray import fencing, masters, masters_keeper, mastery, private
+from dlrover_backends.ray.desk import Desk
 from dlrover_backends.ray.masters import InUse, NotKept, StillKept
 from dlrover_backends.ray.masters_keeper import GIVEN_UP, MastersKeeper
 from dlrover_backends.ray.mastery import SPACE, Plan
@@ -246,3 +250,48 @@ def test_a_keeper_that_breaks_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masters_keeper, "_await_end", breaks)
     with pytest.raises(Ended, match="1"):
         keeper_that(monkeypatch, lambda: None).run()
+
+
+def test_a_keeper_calls_itself_until_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was started again may learn just now that its actor restarts, and a call without retries is dropped then."""
+    calls: list[dict[str, int]] = []
+
+    def options(**more: int) -> Any:
+        return SimpleNamespace(remote=lambda: calls.append(more))
+
+    ray = ModuleType("ray")
+    actor = SimpleNamespace(run=SimpleNamespace(options=options))
+    vars(ray).update(get_runtime_context=lambda: SimpleNamespace(current_actor=actor))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(masters_keeper.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "environ", {"DLROVER_NODE": "x", "PATH": "/bin"})
+    MastersKeeper(Plan(JOB, "r1", (), "t").to_map(), 0)
+    assert (calls, os.environ) == ([{"max_task_retries": -1}], {"PATH": "/bin"})
+
+
+def test_keepers_come_before_their_release(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders about masters are done in turn: what is being kept when the job ends is removed, too."""
+    done: list[str] = []
+
+    async def both() -> None:
+        begun = threading.Event()
+
+        def keep(_: Plan) -> None:
+            begun.set()
+            released.wait(0.2)  # it comes only if orders are not done in turn
+            done.append("keep")
+
+        def release(*_: str) -> None:
+            done.append("release")
+            released.set()
+
+        released = threading.Event()
+        monkeypatch.setattr(masters, "keep", keep)
+        monkeypatch.setattr(masters, "release", release)
+        desk = Desk(cast(Any, SimpleNamespace(ended=set())), tmp_path / "desk")
+        keeping = asyncio.ensure_future(desk._answer(("keep", Plan(JOB, "r1", (), "t").to_map())))
+        assert await asyncio.to_thread(begun.wait, 10.0)
+        await asyncio.gather(keeping, desk._answer(("release", JOB, "r1")))
+
+    asyncio.run(both())
+    assert done == ["keep", "release"]
