@@ -116,11 +116,11 @@ def _answers(address: str) -> bool:
 
 def keep(plan: Plan) -> None:
     """Make the keepers that are not there yet. Raises `NotKept` where the name is not the run's, and whatever Ray does."""
-    import ray
-
     record = mastery.record_of(plan.job, _parts(plan.job))
     if record is None or record.run != plan.run:
         raise NotKept(f"the name of job {plan.job!r} is not claimed by run {plan.run}")
+    import ray
+
     there = {one.name for one in _living(plan.job, plan.run)}
     hosts = [one["NodeID"] for one in ray.nodes() if one["Alive"]]
     own = ray.get_runtime_context().get_node_id()
