@@ -121,6 +121,30 @@ def test_what_was_made_while_a_list_ran_is_not_gone() -> None:
     tell(story)
 
 
+def test_what_was_made_and_removed_before_a_list_was_taken_is_gone() -> None:
+    """The pod was made and removed after the list had been asked for, and before the server took it: no watch tells its end."""
+
+    async def story(on: Stage) -> None:
+        node = make_launch()
+        await on.backend.launch(make_launch(9), 1)
+        on.clock += 10
+        ask = on.server.ask
+
+        async def late(method: str, path: str, **rest: Any) -> dict[str, Any]:
+            if method == "GET" and path == PODS:
+                on.server.ask = ask  # type: ignore[method-assign]
+                await on.backend.launch(node, 1)
+                await ask("DELETE", on.path(node.name), body={"gracePeriodSeconds": 0})
+            return await ask(method, path, **rest)
+
+        on.server.ask = late  # type: ignore[method-assign]
+        async with watching(on.backend) as watch:
+            assert isinstance(watch.told[0], Listed)
+            assert node.name not in {one.name for one in watch.told[0].nodes}
+
+    tell(story)
+
+
 def test_what_was_found_made_while_a_list_ran_is_not_gone() -> None:
     """The same where the answer to the create was lost, and asking again told that the pod is there."""
 

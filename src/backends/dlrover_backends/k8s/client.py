@@ -385,7 +385,7 @@ class KubernetesBackend:
             self._warm.listed([pod for pod in ours if standbys.is_free(pod)], listed.began)
         found = {endings.true_name(pod): pod for pod in ours if not standbys.is_free(pod)}
         self._named |= {name: pod["metadata"]["name"] for name, pod in found.items() if standbys.is_standby(pod)}
-        late = {name: pod for name, (at, pod) in self._made.items() if at >= listed.began}
+        late = {name: pod for name, (at, pod) in self._made.items() if listed.may_lack(pod, at)}
         return {**late, **found}
 
     def _change(

@@ -38,10 +38,23 @@ log = structlog.get_logger("dlrover.backend")
 
 
 class Snapshot(NamedTuple):
-    """All objects that match. ``began``: when the first page was asked for; what was made after that may be missing."""
+    """All objects that match. ``began``: when the first page was asked for; what was made after that may be missing.
+
+    version: the list's ``resourceVersion``
+    """
 
     objects: tuple[Json, ...]
     began: float
+    version: str = ""
+
+    def may_lack(self, thing: Json, at: float) -> bool:
+        """May an object that was seen at a time be there although the list lacks it? Not if the list is newer than what was seen.
+
+        Versions of one resource are numbers that grow: KEP-5504 promises what etcd always did. Others are not compared.
+        """
+        own = str((thing.get("metadata") or {}).get("resourceVersion") or "")
+        is_older = own.isdecimal() and self.version.isdecimal() and int(own) <= int(self.version)
+        return at >= self.began and not is_older
 
 
 class Change(NamedTuple):
@@ -114,7 +127,7 @@ class ListWatch:
                 await self._wait(Unreachable(Request("GET", self._path), 0, f"no list within {LIST_MAX_S:g} s"))
             else:
                 self._back_off.went_well(self._now())
-                return Snapshot(tuple(objects), began), version
+                return Snapshot(tuple(objects), began, version), version
 
     async def _pages(self) -> tuple[list[Json], str]:
         """All pages of one list. One whose ``continue`` has expired is begun anew: the server's fresh one would leave gaps."""
