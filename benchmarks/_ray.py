@@ -35,7 +35,7 @@ NEEDS = {
     "dateutil": "python-dateutil",
     "six": "six",
 }
-"""What ``ray[train]`` needs beside Ray, by the name of its module."""
+"""The module names of what ``ray[train]`` installs beside Ray itself."""
 ORDER_S, START_S = 60.0, 90.0
 
 
@@ -168,7 +168,7 @@ def stopped_for(lines: Sequence[Line], since: float, until: float) -> float:
 
 
 def lost(lines: Sequence[Line], before: set[int]) -> int:
-    """Steps that were made twice: those of the old world beyond the first of the new one."""
+    """How many steps were trained twice: the old world had gone further than the step at which the new one began."""
     old = max(line.step for line in lines if line.what == "step" and line.pid in before)
     new = min(line.step for line in lines if line.what == "step" and line.pid not in before)
     return max(0, old + 1 - new)

@@ -35,7 +35,7 @@ LARGE = 10**9
 
 
 def told(launch: list[str], arguments: list[str]) -> list[dict[str, object]]:
-    """What the workers of a job say. Raises `Broken`."""
+    """Run a job, and return what its workers wrote down. Raises `Broken`."""
     with tempfile.TemporaryDirectory(prefix="dlb-leases-") as folder:
         job_file = Path(folder) / "job.toml"
         words = [sys.executable, str(SCRIPT), *arguments, folder]

@@ -280,7 +280,11 @@ def main() -> int:
         parser.add_argument("--nodes", type=int, default=200, metavar="N", help="observed idle (default 200)")
         parser.add_argument("--living", type=int, default=20, metavar="N", help="of these, with a process (default 20)")
         parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of observing (default 20)")
-        parser.add_argument("--add", action="store_true", help="add trials to those of the result file of this commit")
+        parser.add_argument(
+            "--add",
+            action="store_true",
+            help="keep the trials that the result file has of this commit, and add new ones",
+        )
         parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
 
     chosen = options(__doc__, trials=5, more=more)

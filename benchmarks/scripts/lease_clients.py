@@ -1,4 +1,4 @@
-"""What `bench_leases.py` runs as workers without torch: draws shards of a leased dataset, and says what it has seen.
+"""The worker program of `bench_leases.py`, without torch. It draws shards of a leased dataset and writes down what it measured.
 
     lease_clients.py SIZE SECONDS LINES PACES FOLDER
 

@@ -3,7 +3,7 @@
 Under our launcher it is the script that runs; with ``--trainer`` it is the driver, which hands the same loop to Ray Train's
 `TorchTrainer`, with its preemption watcher and unlimited failures. DDP over gloo; the state is kept in each launcher's own way:
 `FlashCheckpoint` here, `ray.train.report` there, every ``--every`` steps, and at a notice of pre-emption as its documentation has
-it. Lines are those of `ddp_step.py`; those before ``ready`` have the size of the world in the place of the step.
+it. It writes the same lines as `ddp_step.py`; in lines before ``ready`` the step's field holds the size of the world.
 """
 
 from __future__ import annotations

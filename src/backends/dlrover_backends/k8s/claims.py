@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from dlrover_backends.k8s import names
+from dlrover_backends.k8s import names, owning
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.errors import Conflict, NotFound
 from dlrover_core.runtime.backends import BackendContext
@@ -98,7 +98,6 @@ class Claims:
         return True
 
     def _made(self, owner: Json) -> Json:
-        metadata = owner["metadata"]
         return {
             "apiVersion": "v1",
             "kind": "ConfigMap",
@@ -106,16 +105,7 @@ class Claims:
                 "name": names.claims_name(self._here.job, self._here.run),
                 "labels": names.labels(self._here.job, self._here.run),
                 "annotations": {names.NOTE_JOB: self._here.job},
-                "ownerReferences": [
-                    {
-                        "apiVersion": owner["apiVersion"],
-                        "kind": owner["kind"],
-                        "name": metadata["name"],
-                        "uid": metadata.get("uid", ""),
-                        "controller": True,
-                        "blockOwnerDeletion": False,
-                    }
-                ],
+                "ownerReferences": [owning.reference(owner)],
             },
             "data": {},
         }

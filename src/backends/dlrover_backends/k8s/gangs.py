@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import structlog
 
-from dlrover_backends.k8s import names
+from dlrover_backends.k8s import names, owning
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.errors import Conflict, Forbidden, Invalid, NotFound
 from dlrover_backends.k8s.refusals import missing_right
@@ -80,7 +80,6 @@ def pod_group(here: BackendContext, told: Settings, version: str, set_: str, nod
     spec: Json = {"schedulingPolicy": {"gang": {"minCount": nodes}}} if told.gang == NATIVE else {"minMember": nodes}
     if told.gang == VOLCANO and told.queue:
         spec["queue"] = told.queue
-    metadata = owner["metadata"]
     return {
         "apiVersion": f"{KINDS[told.gang].group}/{version}",
         "kind": KIND,
@@ -88,16 +87,7 @@ def pod_group(here: BackendContext, told: Settings, version: str, set_: str, nod
             "name": names.gang_name(here.job, here.run, set_),
             "labels": names.labels(here.job, here.run),
             "annotations": {names.NOTE_JOB: here.job},
-            "ownerReferences": [
-                {
-                    "apiVersion": owner["apiVersion"],
-                    "kind": owner["kind"],
-                    "name": metadata["name"],
-                    "uid": metadata.get("uid", ""),
-                    "controller": True,
-                    "blockOwnerDeletion": False,
-                }
-            ],
+            "ownerReferences": [owning.reference(owner)],
         },
         "spec": spec,
     }

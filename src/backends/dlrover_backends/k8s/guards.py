@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import structlog
 
-from dlrover_backends.k8s import names
+from dlrover_backends.k8s import names, owning
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.budgets import nodes_kept
 from dlrover_backends.k8s.errors import Conflict, Forbidden, Invalid, NotFound
@@ -48,19 +48,11 @@ def objects(here: BackendContext, owner: Json, groups: Iterable[GroupSize]) -> l
 
 
 def _object(here: BackendContext, owner: Json, version: str, kind: str, spec: Json) -> Json:
-    reference = {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "name": owner["metadata"]["name"],
-        "uid": owner["metadata"].get("uid", ""),
-        "controller": True,
-        "blockOwnerDeletion": False,
-    }
     metadata = {
         "name": owner["metadata"]["name"],
         "labels": names.labels(here.job, here.run),
         "annotations": {names.NOTE_JOB: here.job},
-        "ownerReferences": [reference],
+        "ownerReferences": [owning.reference(owner)],
     }
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 

@@ -18,7 +18,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dlrover_backends.k8s import names
+from dlrover_backends.k8s import names, owning
 from dlrover_backends.k8s.api import Json
 from dlrover_core.runtime.backend import ENDS, SUSPENDED, Wanted
 
@@ -141,7 +141,6 @@ def workload_name(job: str, run: str, place: str) -> str:
 
 def _workload(job: Job, place: str, sets: Sequence[tuple[str, int]]) -> Json:
     pod_sets = [{"name": group, "count": count, "template": _template(job.pods[group])} for group, count in sets]
-    owner = job.owner["metadata"]
     return {
         "apiVersion": API,
         "kind": "Workload",
@@ -149,16 +148,7 @@ def _workload(job: Job, place: str, sets: Sequence[tuple[str, int]]) -> Json:
             "name": workload_name(job.name, job.run, place),
             "labels": names.labels(job.name, job.run),
             "annotations": {names.NOTE_JOB: job.name, NOTE_PLACE: place, NOTE_DIGEST: _digest(job.queue, pod_sets)},
-            "ownerReferences": [
-                {
-                    "apiVersion": job.owner["apiVersion"],
-                    "kind": job.owner["kind"],
-                    "name": owner["name"],
-                    "uid": owner.get("uid", ""),
-                    "controller": True,
-                    "blockOwnerDeletion": False,
-                }
-            ],
+            "ownerReferences": [owning.reference(job.owner)],
         },
         "spec": {"queueName": job.queue, "active": True, "podSets": pod_sets},
     }

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlrover_backends.k8s import gangs, names, pods, queues, settings
+from dlrover_backends.k8s import gangs, names, owning, pods, queues, settings
 from dlrover_backends.k8s.api import Json
 from dlrover_core.errors import SpecError
 
@@ -478,14 +478,7 @@ def _reference(job: MasterPlan) -> Json:
     owner = job.owner
     if owner is None:
         return {"apiVersion": "v1", "kind": "Secret", "name": job.called, "uid": job.uid, **_LOOSE}
-    return {
-        "apiVersion": owner.api_version,
-        "kind": owner.kind,
-        "name": owner.name,
-        "uid": owner.uid,
-        "controller": True,
-        "blockOwnerDeletion": False,
-    }
+    return owning.of(owner.api_version, owner.kind, owner.name, owner.uid)
 
 
 _LOOSE = {"controller": False, "blockOwnerDeletion": False}

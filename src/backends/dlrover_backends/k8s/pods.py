@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dlrover_backends.k8s import names
+from dlrover_backends.k8s import names, owning
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.settings import TEMPLATE, Settings
 from dlrover_core.errors import LaunchRefused
@@ -192,14 +192,5 @@ def _metadata(here: BackendContext, node: NodeLaunch, owner: Json, given: Json, 
             names.LABEL_INDEX: str(node.index),
         },
         "annotations": {**(given.get("annotations") or {}), **ours},
-        "ownerReferences": [
-            {
-                "apiVersion": owner["apiVersion"],
-                "kind": owner["kind"],
-                "name": owner["metadata"]["name"],
-                "uid": owner["metadata"].get("uid", ""),
-                "controller": True,
-                "blockOwnerDeletion": False,
-            }
-        ],
+        "ownerReferences": [owning.reference(owner)],
     }

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from dlrover_backends.k8s import kueue, masters, names
+from dlrover_backends.k8s import kueue, masters, names, owning
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.elasticjob import standing, translate
 from dlrover_backends.k8s.elasticjob.launchers import Lines
@@ -335,18 +335,10 @@ def owner_of(thing: Mapping[str, Any]) -> masters.Owner:
 def _owned(plan: masters.MasterPlan, version: str, kind: str, name: str, **content: Any) -> Json:
     owner = plan.owner
     assert owner is not None
-    reference = {
-        "apiVersion": owner.api_version,
-        "kind": owner.kind,
-        "name": owner.name,
-        "uid": owner.uid,
-        "controller": True,
-        "blockOwnerDeletion": False,
-    }
     metadata = {
         "name": name,
         "namespace": plan.namespace,
         "labels": masters.labels(plan),
-        "ownerReferences": [reference],
+        "ownerReferences": [owning.of(owner.api_version, owner.kind, owner.name, owner.uid)],
     }
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
