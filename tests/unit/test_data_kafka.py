@@ -404,6 +404,9 @@ def test_a_refusal_is_told_once_and_what_the_broker_says_after_counts(mock: str)
     assert list(stream.values("0", 2, 1, 0.1)) == []
     client._on_error(refused)
     with pytest.raises(AccessRefused, match="may not be read"):
+        stream.values("0", 2, 1, 0.0)  # the time is over before the client says that nothing comes
+    client._on_error(refused)
+    with pytest.raises(AccessRefused, match="may not be read"):
         client._asked(_unavailable(client))
     with pytest.raises(StreamUnavailable):
         client._asked(_unavailable(client))

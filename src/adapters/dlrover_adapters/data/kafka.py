@@ -310,6 +310,10 @@ class _Client:
             if len(buffer) >= most or left <= 0 or (buffer and buffer.end >= self._known_end(number)):
                 break
             self._fill(number, offset, left)
+        if not self._buffers[number]:
+            refused, self._refused = self._refused, ""  # whoever asks again hears what the broker says then
+            if refused:
+                raise AccessRefused(refused)
         taken = self._buffers[number].take(most)
         if taken.offsets:
             self._next[number] = taken.offsets[-1] + 1
@@ -353,9 +357,6 @@ class _Client:
         self._resume(number, waits=True)
         first = self._consumer.poll(wait_s)
         if first is None:
-            refused, self._refused = self._refused, ""  # whoever asks again hears what the broker says then
-            if refused:
-                raise AccessRefused(refused)
             return
         come = [first, *self._consumer.consume(CONSUMED_MAX - 1, 0)]
         wrong = [one for one in come if one.error() is not None]
