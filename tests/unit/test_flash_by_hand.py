@@ -5,19 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed import HashStore
+from by_hand import LIMIT_S, Clock, Training, complete, engine_of, held, pinned, under_agent, values
 
-from dlrover_adapters.checkpoint import listing
-from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.torch import steps
 from dlrover_adapters.torch.checkpoint import by_hand, closing, flash
 from dlrover_adapters.torch.checkpoint.flash import AgentGone, FlashCheckpoint, NoMemory
@@ -28,87 +23,7 @@ from dlrover_adapters.torch.checkpoint.vault import Vault, VaultGone, VaultRefus
 from dlrover_core import GroupSpec, JobSpec
 from dlrover_core.errors import CoreError
 
-LIMIT_S = 60.0
 pytestmark = pytest.mark.usefixtures("alone")
-
-
-class Training:
-    """A model of one layer, whose values say which step it is."""
-
-    def __init__(self) -> None:
-        self.model = nn.Linear(8, 8)
-        nn.init.zeros_(self.model.bias)  # alike on all ranks
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
-
-    def work(self, step: int) -> None:
-        """One step."""
-        self.optimizer.zero_grad()
-        self.model(torch.ones(1, 8)).sum().backward()
-        self.optimizer.step()
-        self.set(float(step))
-
-    def trains(self, ckpt: FlashCheckpoint, first: int, last: int, meet: Callable[[], object] = lambda: None) -> None:
-        """Steps, saved as is due; ``meet``: before each, as a collective would."""
-        for step in range(first, last + 1):
-            meet()
-            self.work(step)
-            ckpt.step(step)
-        ckpt.wait()
-
-    def set(self, value: float) -> None:
-        """Something else than the optimizer writes the weights."""
-        with torch.no_grad():
-            self.model.weight.fill_(value)
-
-    @property
-    def at(self) -> float:
-        """The step whose values it has."""
-        return float(self.model.weight.detach().flatten()[0])
-
-
-class Clock:
-    """Time goes on by pauses alone; ``then``: what happens in each."""
-
-    def __init__(self, then: Callable[[float], object] = lambda _now: None) -> None:
-        self.now, self.then, self.pauses = 0.0, then, 0
-
-    def __call__(self) -> float:
-        """Now."""
-        return self.now
-
-    def pause(self, seconds: float) -> None:
-        """In place of a sleep."""
-        self.now += seconds
-        self.pauses += 1
-        self.then(self.now)
-
-
-def engine_of(ckpt: FlashCheckpoint, clock: Clock | None = None) -> Any:
-    """Its engine, by this clock."""
-    engine = ckpt._engine_now()
-    if clock is not None:
-        engine.clock, engine.pause = clock, clock.pause
-    return engine
-
-
-def held(ckpt: FlashCheckpoint) -> dict[int, bool]:
-    """The steps that are whole in memory, and whether they are due on storage."""
-    ckpt.wait()
-    return {stamp.step: stamp.due for _, stamp in engine_of(ckpt).control.stamps()}
-
-
-def pinned(ckpt: FlashCheckpoint, step: int) -> Callable[[], None]:
-    """Somebody reads this one, until what this gives is called."""
-    control = engine_of(ckpt).control
-    slot = next(slot for slot, stamp in control.stamps() if stamp.step == step)
-    control.pin(slot)
-    return lambda: control.unpin(slot)
-
-
-def complete(url: Path) -> list[int]:
-    """Steps that are whole on storage."""
-    return [one.step for one in listing.steps(Place(str(url))) if one.state == listing.COMPLETE]
 
 
 # ---- one rank
@@ -229,40 +144,6 @@ def test_weights_that_were_swapped_for_the_save_are_saved(tmp_path: Path) -> Non
         assert run.at == 77.0
 
 
-# ---- under an agent, which knows a state by its step
-
-
-class Agent:
-    """In place of one: it hears what is saved, and writes nothing. ``heard``: each step, and whether it was due."""
-
-    def __init__(self, line: Any) -> None:
-        self._line = line
-        self.heard: list[tuple[int, bool]] = []
-        self.alarms: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        """All else as without an agent."""
-        return getattr(self._line, name)
-
-    def saved(self, _arena: int, _slot: int, step: int, *, due: bool) -> None:
-        """As `Vault`."""
-        self.heard.append((step, due))
-
-    def alarm(self, words: str) -> None:
-        """As `Vault`."""
-        self.alarms.append(words)
-
-
-def under_agent(ckpt: FlashCheckpoint) -> Agent:
-    """From now on it saves through an agent."""
-    engine, opened = engine_of(ckpt), ckpt._opened()
-    found: Any = Agent(opened)
-    ckpt._line = engine.line = found
-    engine.alarms.tell = found.alarm
-    made: Agent = found
-    return made
-
-
 class Position:
     """Something with a state of its own."""
 
@@ -276,16 +157,6 @@ class Position:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What is restored."""
         self.state = state
-
-
-def values(ckpt: FlashCheckpoint, step: int) -> float:
-    """The weights that memory has for a step."""
-    engine = engine_of(ckpt)
-    slots = [slot for slot, stamp in engine.control.stamps() if stamp.step == step]
-    assert len(slots) == 1
-    moves, _ = engine._moves_to(slots[0])
-    pair = next(one for one in moves.pairs if one.item.name.endswith("weight"))
-    return float(engine.memory.place(slots[0], pair.item).flatten()[0])
 
 
 def test_a_state_that_is_due_is_never_replaced_by_another_one_of_its_step(
@@ -343,268 +214,6 @@ def test_a_state_of_another_form_does_not_replace_one_that_is_due(tmp_path: Path
         assert engine_of(ckpt).memory is memory
         assert held(ckpt) == {2: True}
         assert ckpt.save(3)
-
-
-# ---- several
-
-
-class Two:
-    """Ranks of one world, as threads with the names of their numbers."""
-
-    def __init__(self) -> None:
-        self.together = threading.Barrier(2, timeout=LIMIT_S)
-
-    def run(self, rank: Callable[[int], object]) -> None:
-        """Both, to their end."""
-
-        def named(number: int) -> None:
-            threading.current_thread().name = str(number)
-            try:
-                rank(number)
-            except BaseException:
-                self.together.abort()
-                raise
-
-        with ThreadPoolExecutor(2) as pool:
-            for one in [pool.submit(named, number) for number in range(2)]:
-                one.result(LIMIT_S)
-
-    def train(self, run: Training, ckpt: FlashCheckpoint, first: int, last: int) -> None:
-        """With a collective in each step."""
-        run.trains(ckpt, first, last, self.together.wait)
-
-
-@pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> Two:
-    """Those of this test."""
-    store = HashStore()
-
-    def mine(**_: Any) -> Meeting:
-        return Meeting(store, int(threading.current_thread().name), 2, limit_s=LIMIT_S)
-
-    monkeypatch.setattr(Meeting, "of_environment", mine)
-    return Two()
-
-
-def test_the_last_step_is_the_last_on_storage(two: Two, tmp_path: Path) -> None:
-    """As in the README: `step(n)` saves it in memory, `save(n)` wants it on storage, `close` adds nothing older."""
-
-    def rank(_number: int) -> None:
-        run = Training()
-        with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=1000) as ckpt:
-            two.train(run, ckpt, 1, 4)
-            assert ckpt.save(4)
-            assert held(ckpt) == {2: False, 4: True}
-            assert ckpt.stats.saves == 2
-
-    two.run(rank)
-    assert complete(tmp_path) == [4]
-
-
-def test_a_step_right_after_one_that_was_saved_finds_a_slot(two: Two, tmp_path: Path) -> None:
-    """That they meet for it proves the one before, which the next call would have proven."""
-
-    def rank(_number: int) -> None:
-        run = Training()
-        with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=1000) as ckpt:
-            two.train(run, ckpt, 1, 5)
-            engine_of(ckpt, Clock(lambda _now: pytest.fail("it waits")))
-            assert ckpt.save(5)
-            assert held(ckpt) == {4: False, 5: True}
-
-    two.run(rank)
-    assert complete(tmp_path) == [5]
-
-
-def test_all_wait_for_the_rank_whose_slots_are_read(two: Two, tmp_path: Path) -> None:
-    """It left out step 6, the others did not; once its slot is free, all have it, and nothing else goes to storage."""
-    done: list[int] = []
-
-    def rank(number: int) -> None:
-        run = Training()
-        with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=1000) as ckpt:
-            two.train(run, ckpt, 1, 4)
-            let_go = [pinned(ckpt, 2), pinned(ckpt, 4)] if number else []
-            two.train(run, ckpt, 5, 6)
-            assert ckpt.stats.skipped == number
-
-            def waits(now: float) -> None:
-                assert number == 1
-                assert not done
-                if now > 5.0:
-                    let_go.pop(0)()
-
-            engine_of(ckpt, Clock(waits))
-            assert ckpt.save(6)
-            done.append(number)
-            assert held(ckpt)[6]
-            for one in let_go:
-                one()
-            # What was told of the first attempt counts no more: the step is relied on.
-            two.train(run, ckpt, 7, 9)
-            assert held(ckpt).keys() == {6, 8}
-
-    two.run(rank)
-    assert complete(tmp_path) == [6, 8]
-
-
-def test_the_last_step_that_one_rank_left_out_is_saved_at_the_end(
-    two: Two, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Rank 1 found no slot for step 6 and comes late to the end: rank 0 keeps its own, rank 1 waits for a slot, and none asks."""
-    monkeypatch.setattr(
-        Standalone, "missed", lambda *_: None
-    )  # an agent is not told: it takes a step that all ranks have
-    monkeypatch.setattr(closing, "Standalone", type(None))
-    written = Standalone.wait
-    monkeypatch.setattr(Standalone, "wait", lambda *_: True)
-    ended = threading.Event()
-
-    def rank(number: int) -> None:
-        run = Training()
-        ckpt = FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=6)
-        two.train(run, ckpt, 1, 4)
-        let_go = [pinned(ckpt, 2), pinned(ckpt, 4)] if number else []
-        two.train(run, ckpt, 5, 6)
-        assert ckpt.stats.skipped == number
-        if number:
-            assert ended.wait(LIMIT_S)
-            engine_of(ckpt, Clock(lambda now: let_go.pop(0)() if now > 5.0 and len(let_go) > 1 else None))
-        closing.store_last(ckpt)
-        ended.set()
-        assert held(ckpt)[6]
-        line: Any = ckpt._line
-        assert written(line, LIMIT_S)
-        for one in let_go:
-            one()
-        ckpt._finish(wait=False)
-
-    two.run(rank)
-    assert complete(tmp_path) == [6]
-
-
-def test_a_last_step_whose_weights_were_swapped_since_is_not_made_up(
-    two: Two, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Rank 1 left step 6 out, then both swap weights. Rank 0 holds step 6 as it was, so rank 1 must not save what it has now."""
-
-    def rank(number: int) -> None:
-        run = Training()
-        ckpt = FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=6)
-        two.train(run, ckpt, 1, 4)
-        let_go = [pinned(ckpt, 2), pinned(ckpt, 4)] if number else []
-        two.train(run, ckpt, 5, 6)
-        engine = ckpt._engine
-        assert engine is not None
-        assert not number or not engine.has_changed(6)
-        run.set(77.0)
-        assert engine.has_changed(6) == bool(number)
-        if number:
-            monkeypatch.setattr(closing, "Standalone", type(None))  # as under an agent
-            with pytest.raises(closing.NotStored, match="its weights have changed since"):
-                closing._store_newest(ckpt, engine)
-        for one in let_go:
-            one()
-        two.together.wait()
-        ckpt._finish(wait=False)
-
-    two.run(rank)
-
-
-def test_what_one_rank_cannot_save_no_rank_saves(two: Two, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """They are told alike, and an older step stays whole on both."""
-
-    def rank(number: int) -> None:
-        run = Training()
-        with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=1000) as ckpt:
-            two.train(run, ckpt, 1, 4)
-            let_go = [pinned(ckpt, 2), pinned(ckpt, 4)] if number else []
-            engine = engine_of(ckpt, Clock())
-            two.together.wait()
-            run.work(5)
-            assert not ckpt.save(5)
-            assert 4 in held(ckpt)
-            assert engine.meeting.look("missed/5") is not None
-            for one in let_go:
-                one()
-            two.together.wait()
-            assert ckpt.save(5)
-
-    two.run(rank)
-    assert complete(tmp_path) == [5]
-    assert caplog.text.count("step 5 was not saved, though that was asked for") == 2
-
-
-def test_where_one_rank_has_changed_its_state_each_saves_its_own(two: Two, tmp_path: Path) -> None:
-    """Who has not need not copy it again; agents' word of the step may be of what it was before, and is not relied on."""
-
-    def rank(number: int) -> None:
-        run = Training()
-        with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=1000) as ckpt:
-            two.train(run, ckpt, 1, 4)
-            two.together.wait()
-            if number == 0:
-                run.set(77.0)
-            assert ckpt.save(4)
-            engine = engine_of(ckpt)
-            assert held(ckpt) == {2: False, 4: True}
-            assert ckpt.stats.saves == 3 - number
-            engine.control.whole = 5
-            assert engine._begin(5, engine._kept[1].call + 1, 2) is None, "2 is what both have for sure"
-
-    two.run(rank)
-    assert complete(tmp_path) == [4]
-    run = Training()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Meeting, "of_environment", lambda **_: Meeting(None, 0, 1))
-        with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=0) as again:
-            assert again.restore(4) == 4
-    assert run.at == 77.0
-
-
-def test_where_one_rank_has_changed_what_is_due_all_keep_what_they_have(two: Two, tmp_path: Path) -> None:
-    """Not a mixture: no rank writes a part of the second state. All answer alike, and all stay in step afterwards."""
-
-    def rank(number: int) -> None:
-        run = Training()
-        with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=2) as ckpt:
-            agent = under_agent(ckpt)
-            two.train(run, ckpt, 1, 4)
-            two.together.wait()
-            if number == 1:
-                run.set(77.0)
-            assert not ckpt.save(4)
-            assert (held(ckpt), values(ckpt, 4)) == ({2: True, 4: True}, 4.0)
-            assert ckpt.stats.failed == 1
-            words = "tensor 'model.weight' differs now" if number else "another rank differs now"
-            assert words in engine_of(ckpt).why_left_out
-            assert engine_of(ckpt).meeting.look("missed/4") is None
-            run.set(4.0)
-            assert ckpt.save(4)
-            two.train(run, ckpt, 5, 6)
-            assert agent.heard == [(2, True), (4, True), (6, True)]
-
-    two.run(rank)
-
-
-def test_ranks_that_do_not_meet_save_each_on_its_own(two: Two) -> None:
-    """One may be hours behind: the other does not wait for it."""
-
-    def rank(number: int) -> None:
-        run = Training()
-        with FlashCheckpoint("", **run.parts, every=2, coupled=False) as ckpt:
-            engine_of(ckpt, Clock(lambda _now: pytest.fail("it waits")))
-            ckpt.restore()
-            if number == 0:
-                for step in (1, 2):
-                    run.work(step)
-                    ckpt.step(step)
-                assert ckpt.save(2)
-                assert ckpt.save(3)
-                assert held(ckpt).keys() == {2, 3}
-            two.together.wait()
-
-    two.run(rank)
 
 
 # ---- the boundary of a planned change
