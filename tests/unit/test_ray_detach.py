@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import re
 from collections.abc import MutableMapping
@@ -168,6 +170,33 @@ def test_addresses_that_are_wrong(line: tuple[str, ...], said: str, capsys: pyte
     """Wrong usage ends with 2, before a cluster is looked for."""
     assert dlrover.main(list(line)) == 2
     assert said in capsys.readouterr().err
+
+
+def test_masters_that_encrypt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are asked over TLS, with the CA that is named; a CA that is missing, or of no use, is told before anybody is asked."""
+    asked: list[str] = []
+
+    async def answering(_: mastery.Record, ca: str) -> str:
+        asked.append(ca)
+        return "h:1"
+
+    def place(**more: str) -> argparse.Namespace:
+        def seen(args: argparse.Namespace) -> int:
+            asked.extend((args.log, args.tls_ca))
+            return 0
+
+        return argparse.Namespace(job="ray:j", log=None, state_dir=None, token_file=None, run=seen, **more)
+
+    monkeypatch.setattr(ray_reach, "_answering", answering)
+    monkeypatch.setenv("DLROVER_TOKEN", "a-secret")
+    encrypts = mastery.Record("j", "r", "a-secret", "h:1", encrypts=True)
+    with pytest.raises(SpecError, match="tls-ca: missing: the masters of ray:j encrypt; say --tls-ca FILE"):
+        ray_reach._through(place(), encrypts)
+    with pytest.raises(SpecError, match="the masters of ray:j do not encrypt; leave it out"):
+        ray_reach._through(place(tls_ca="ca.pem"), dataclasses.replace(encrypts, encrypts=False))
+    assert not asked
+    assert ray_reach._through(place(tls_ca="ca.pem"), encrypts) == 0
+    assert asked == ["ca.pem", "https://h:1/j?cacert=ca.pem", "ca.pem"]
 
 
 def test_a_job_that_is_over(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ class Store(dict[str, bytes]):
         super().__init__()
         self.actors: list[Actor] = []
         self.on_put: Callable[[], None] | None = None
+        self.driver, self.ended = "d1", set[str]()
 
     def put(self, key: str, value: bytes, *, overwrite: bool = True) -> bool:
         """As `private.put`: was there none before?"""
@@ -76,6 +77,8 @@ def made_store(monkeypatch: pytest.MonkeyPatch) -> Store:
         ("put", store.put),
         ("keys", store.begin),
         ("remove", store.remove),
+        ("own_driver", lambda: store.driver),
+        ("has_ended", lambda driver: driver in store.ended),
         ("actors", lambda prefix: [one for one in store.actors if one.namespace.startswith(prefix)]),
     ):
         monkeypatch.setattr(private, name, answers)
@@ -119,6 +122,25 @@ def test_a_name_that_is_led_is_not_taken(store: Store) -> None:
     masters.claim(JOB, "r3", "t")
     assert holder() == "r3"
     assert len(store) == 1, "what runs before have written is removed"
+
+
+def test_a_claimant_that_died_holds_no_name(store: Store) -> None:
+    """A claim whose claimant has ended before anybody kept masters is free at once; one whose masters answer is not."""
+    masters.claim(JOB, "r1", "t")
+    store.ended.add("another")
+    with pytest.raises(InUse):
+        masters.claim(JOB, "r2", "t")
+    store.ended.add(store.driver)
+    store.driver = "d2"
+    with socket.create_server(("127.0.0.1", 0)) as driver:
+        masters.claim(JOB, "r2", "t", f"127.0.0.1:{driver.getsockname()[1]}")
+        store.ended.add("d2")  # the desk has died, and its launcher leads
+        with pytest.raises(InUse):
+            masters.claim(JOB, "r3", "t")
+    masters.claim(JOB, "r3", "t", encrypts=True)
+    found = masters.find(JOB)
+    assert found is not None
+    assert (found.record.run, found.record.claimant, found.record.encrypts) == ("r3", "d2", True)
 
 
 def test_two_claim_at_once(store: Store) -> None:

@@ -61,9 +61,7 @@ async def outlived(options: Options, settings: Settings, token: str) -> AsyncIte
     backend = backends.made(settings, token)
     assert isinstance(backend, RayBackend)
     claimed = await _claimed(backend, settings)
-    keeping = asyncio.ensure_future(
-        _keep(backend, plan(options, settings, token), "" if claimed else settings.masters[0])
-    )
+    keeping = asyncio.ensure_future(_keep(backend, plan(options, settings, token), None if claimed else settings))
     try:
         yield end
     finally:
@@ -77,7 +75,7 @@ async def outlived(options: Options, settings: Settings, token: str) -> AsyncIte
 async def _claimed(backend: RayBackend, settings: Settings) -> bool:
     """Is the job's name claimed? Raises `SpecError` where it is in use."""
     try:
-        if not await within(CLAIM_S, backend.claim(settings.masters[0])):
+        if not await within(CLAIM_S, _claim(backend, settings)):
             print(f"dlrover-run: job {settings.job.job}: {MEMORY}", file=sys.stderr)
     except SpecError:
         raise
@@ -87,12 +85,16 @@ async def _claimed(backend: RayBackend, settings: Settings) -> bool:
     return True
 
 
-async def _keep(backend: RayBackend, plan: Plan, unclaimed: str) -> None:
-    """Have masters kept soon. ``unclaimed``: the driver's address, if the name is still to be claimed; else empty."""
+async def _claim(backend: RayBackend, settings: Settings) -> bool:
+    return await backend.claim(settings.masters[0], encrypts=bool(settings.tls_cert))
+
+
+async def _keep(backend: RayBackend, plan: Plan, unclaimed: Settings | None) -> None:
+    """Have masters kept soon. ``unclaimed``: the job, if its name is still to be claimed."""
     await asyncio.sleep(KEEP_AFTER_S)
     try:
-        if unclaimed:
-            await backend.claim(unclaimed)
+        if unclaimed is not None:
+            await _claim(backend, unclaimed)
         await backend.keep(plan)
     except Exception as error:  # noqa: BLE001  # training needs none of it
         log.warning("nobody leads the job when this command dies", error=f"{type(error).__name__}: {error}")

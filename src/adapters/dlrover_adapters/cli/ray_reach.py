@@ -71,23 +71,39 @@ def _through(args: argparse.Namespace, record: Record) -> int:
     """Run the command against the masters, wherever they are now. Raises `ConnectionLost` where none answers."""
     from dlrover_adapters.http.token import VARIABLE
 
-    address = asyncio.run(_answering(record))
+    ca = _ca(args, record)
+    address = asyncio.run(_answering(record, ca))
     os.environ[VARIABLE] = record.token
-    args.job, args.log = f"http://{address}/{quote(record.job, safe='')}", None
+    args.job, args.log = f"{'https' if ca else 'http'}://{address}/{quote(record.job, safe='')}", None
+    args.tls_ca = ca or None
     through_masters(args)
     done = args.run(args)
     return done if isinstance(done, int) else asyncio.run(done)
 
 
-async def _answering(record: Record) -> str:
-    """The address of a master that answers, the leader's if it can be reached. Raises `ConnectionLost`."""
-    from dlrover_adapters.http.client import fetch_status
+def _ca(args: argparse.Namespace, record: Record) -> str:
+    """The CA of the masters' certificate; empty: they do not encrypt. Raises `SpecError`."""
+    ca = str(getattr(args, "tls_ca", None) or "")
+    if record.encrypts and not ca:
+        raise SpecError(
+            "tls-ca", f"missing: the masters of {args.job} encrypt; say --tls-ca FILE, the CA of their certificate"
+        )
+    if ca and not record.encrypts:
+        raise SpecError("tls-ca", f"{ca!r}: the masters of {args.job} do not encrypt; leave it out")
+    return ca
 
+
+async def _answering(record: Record, ca: str) -> str:
+    """The address of a master that answers, the leader's if it can be reached. Raises `ConnectionLost`, `SpecError`."""
+    from dlrover_adapters.http.client import fetch_status
+    from dlrover_adapters.http.tls import dialled
+
+    encryption = dialled(ca)
     why = "none has said where it listens yet"
     standing_by = ""
     for address in record.masters:
         try:
-            status = await fetch_status(address, record.token, timeout_s=ANSWER_S)
+            status = await fetch_status(address, record.token, timeout_s=ANSWER_S, tls=encryption)
         except CoreError as error:
             why = str(error)
             continue

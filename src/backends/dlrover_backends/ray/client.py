@@ -102,12 +102,14 @@ class RayBackend:
         if fault:
             raise SpecError("label", f"Ray refuses it: {fault}")
 
-    async def claim(self, driver: str) -> bool:
+    async def claim(self, driver: str, *, encrypts: bool) -> bool:
         """Take the job's name in the cluster for this run, whose masters are at ``driver``. Raises `SpecError`, `CoreError`.
+
+        ``encrypts``: these masters show a certificate.
 
         Returned is whether the cluster's state outlives the process that holds it.
         """
-        match await self._call("claim", self._here.job, self._here.run, self._here.token, driver):
+        match await self._call("claim", self._here.job, self._here.run, self._here.token, driver, encrypts):
             case ("", bool(persistent)):
                 return persistent
             case (str(fault), _):

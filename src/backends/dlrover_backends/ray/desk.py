@@ -135,8 +135,8 @@ class Desk:
                 return ("done", await asyncio.to_thread(_label_fault, labels))
             case ("others",):
                 return ("done", await asyncio.to_thread(self._cluster.others))
-            case ("claim", str(job), str(run), str(token), str(driver)):
-                return await self._in_turn(_claimed, job, run, token, driver)
+            case ("claim", str(job), str(run), str(token), str(driver), bool(encrypts)):
+                return await self._in_turn(_claimed, job, run, token, driver, encrypts)
             case ("send", dict(env)):
                 return ("done", (self._cluster.address, await asyncio.to_thread(self._cluster.sent, env)))
             case ("keep", dict(plan)):
@@ -165,12 +165,12 @@ def _label_fault(labels: dict[str, str]) -> str:
     return private.label_fault(labels)
 
 
-def _claimed(job: str, run: str, token: str, driver: str) -> tuple[str, bool]:
+def _claimed(job: str, run: str, token: str, driver: str, encrypts: bool) -> tuple[str, bool]:
     """Why the job's name cannot be this run's, empty: it is; and whether the cluster's state outlives its head's process."""
     from dlrover_backends.ray import masters
 
     try:
-        masters.claim(job, run, token, driver)
+        masters.claim(job, run, token, driver, encrypts=encrypts)
     except masters.InUse as error:
         return str(error), True
     return "", masters.persistent()

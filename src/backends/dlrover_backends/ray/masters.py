@@ -64,13 +64,16 @@ def kept() -> set[tuple[str, str]]:
     return {mastery.run_of(one.name) for one in private.actors(SPACE) if not one.is_dead}
 
 
-def claim(job: str, run: str, token: str, driver: str = "") -> None:
+def claim(job: str, run: str, token: str, driver: str = "", *, encrypts: bool = False) -> None:
     """Write down that the name is this run's, which may have claimed it before. Raises `InUse`.
+
+    ``driver``: ``host:port`` of masters beside the claimant; ``encrypts``: they show a certificate
 
     A claim is one key with a number of its own. Whoever has written one looks again: if there is one that it has not judged, it
     takes its own back. So two may fail, and never do two succeed.
     """
-    told = json.dumps({"run": run, "token": token, "driver": driver, "since": int(time.time())}).encode()
+    fields = {"run": run, "token": token, "driver": driver, "encrypts": encrypts}
+    told = json.dumps({**fields, "since": int(time.time()), "claimant": private.own_driver()}).encode()
     parts = _parts(job)
     before, record = mastery.claims(parts), mastery.record_of(job, parts)
     if record is not None and record.run == run:
@@ -96,10 +99,11 @@ def claim(job: str, run: str, token: str, driver: str = "") -> None:
 
 
 def _lives(record: Record) -> bool:
-    """Is the job led, or about to be? Keepers of an attached job come seconds after its claim."""
+    """Is the job led, or about to be? Keepers of an attached job come seconds after its claim, while the claimant lives."""
     if record.over is not None:
         return False
-    if abs(time.time() - record.since) < YOUNG_S or _living(record.job, record.run):
+    is_young = abs(time.time() - record.since) < YOUNG_S and not private.has_ended(record.claimant)
+    if is_young or _living(record.job, record.run):
         return True
     return bool(record.driver) and _answers(record.driver)
 

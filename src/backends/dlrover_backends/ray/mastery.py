@@ -84,6 +84,8 @@ class Record:
     words:     what these said last
     claim:     the number of the claim that this is
     since:     when it was claimed, in seconds of the claimant's wall clock
+    claimant:  Ray's id of the driver that claimed it: the desk, or the command that was typed; empty: not known
+    encrypts:  do the driver's masters show a certificate?
     """
 
     job: str
@@ -95,6 +97,8 @@ class Record:
     words: str = ""
     claim: int = 0
     since: int = 0
+    claimant: str = ""
+    encrypts: bool = False
 
     @property
     def masters(self) -> list[str]:
@@ -164,6 +168,8 @@ def record_of(job: str, parts: Mapping[str, bytes]) -> Record | None:
         over.get("words", ""),
         number,
         int(told.get("since", 0)),
+        told.get("claimant", ""),
+        bool(told.get("encrypts")),
     )
 
 

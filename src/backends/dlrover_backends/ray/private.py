@@ -21,7 +21,7 @@ def missing() -> str:
     from ray.experimental import internal_kv
 
     for owner, names in (
-        (state.GlobalState, ("_connect_and_get_accessor", "get_draining_nodes")),
+        (state.GlobalState, ("_connect_and_get_accessor", "get_draining_nodes", "job_table")),
         (
             internal_kv,
             ("_internal_kv_get", "_internal_kv_put", "_internal_kv_del", "_internal_kv_list", "_internal_kv_exists"),
@@ -113,6 +113,20 @@ def uploaded(env: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(upload_working_dir_if_needed(found, heeds_gitignore, scratch))
     found.pop("excludes", None)
     return found
+
+
+def own_driver() -> str:
+    """Ray's id of this process as a driver: what it calls a job."""
+    import ray
+
+    return str(ray.get_runtime_context().get_job_id())
+
+
+def has_ended(driver: str) -> bool:
+    """Has this driver's process ended, as the cluster knows? One that it does not know may live."""
+    from ray._private.state import state
+
+    return any(one["JobID"] == driver and one["IsDead"] for one in state.job_table())
 
 
 def is_there(package: str) -> bool:
