@@ -1,7 +1,8 @@
 """What Ray's records say of a node.
 
-As Ray 2.60 has written them: exit codes, the end of file, `ray.kill`, a failed runtime environment, a host that was lost.
-By hand, from the names of Ray's fields: the memory monitor, pre-empted, idle and expected ends, unschedulable, intended exits.
+As Ray 2.60 has written them: exit codes, the end of file, `ray.kill`, a failed runtime environment, a host that was lost; the
+memory monitor, and a pre-empted host (drained, then ended), in `RECORDED`; a raylet that SIGTERM ended.
+By hand, from the names of Ray's fields: idle ends, unschedulable, intended exits.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import pytest
 
 from dlrover_backends.ray.endings import ending, observation
 from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
+from dlrover_core.diagnosis import signatures
+from dlrover_core.diagnosis.classify import of_platform
+from dlrover_core.diagnosis.ladder import proven
 from dlrover_core.runtime.backend import Observation
 
 DIED = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
@@ -82,8 +86,8 @@ def host_died(why: str, message: str = "health check failed") -> dict[str, objec
             "the keeper cannot start its agent: FileNotFoundError: /data/job is not on host a",
         ),
         (host_died("UNEXPECTED_TERMINATION"), "lost", 0, "NODE_DIED: UNEXPECTED_TERMINATION: health check failed"),
-        (host_died("EXPECTED_TERMINATION"), "failed", -1, "NODE_DIED: EXPECTED_TERMINATION"),
-        (host_died("AUTOSCALER_DRAIN_IDLE"), "failed", -1, "NODE_DIED: AUTOSCALER_DRAIN_IDLE"),
+        (host_died("EXPECTED_TERMINATION", "received SIGTERM"), "failed", -1, "EXPECTED_TERMINATION: received SIGTERM"),
+        (host_died("AUTOSCALER_DRAIN_IDLE"), "failed", -1, "AUTOSCALER_DRAIN_IDLE: health check failed"),
         (host_died("AUTOSCALER_DRAIN_PREEMPTED"), "failed", -1, "DRAIN_NODE_REASON_PREEMPTION: "),
         ({}, "failed", -1, "ACTOR_DIED: Ray does not say why"),
     ],
@@ -94,6 +98,62 @@ def test_a_death_cause(cause: dict[str, object], phase: str, code: int, reason: 
     assert seen[:2] == (phase, code)
     assert seen[2].startswith(reason)
     assert len(seen[2]) <= 300
+
+
+TABLE = signatures.table()
+RECORDED = {
+    "the memory monitor": {
+        "oom_context": {
+            "error_message": (
+                "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.1, ID: fdd0) was "
+                "5.35GB used / 23.54GB limit (0.227174)\nOOM kill reason: Memory usage 5710942208B exceeded threshold of "
+                "1263825536B (5.0% of 25276510208B limit)\nObject store memory usage: [- objects spillable: 0\n"
+            )
+        }
+    },
+    "pre-emption": {
+        "actor_died_error_context": {
+            "error_message": (
+                "The actor died because its node has died. Node Id: 1872\n\tthe actor's node was preempted: spot is over"
+            ),
+            "node_death_info": {"reason": "AUTOSCALER_DRAIN_PREEMPTED", "reason_message": "spot is over"},
+            "reason": "NODE_DIED",
+        }
+    },
+    "SIGTERM to the raylet": {
+        "actor_died_error_context": {
+            "error_message": (
+                "The actor died because its node has died. Node Id: 80df\n\tthe actor's node was terminated expectedly: "
+                "received SIGTERM"
+            ),
+            "node_death_info": {"reason": "EXPECTED_TERMINATION", "reason_message": "received SIGTERM"},
+            "reason": "NODE_DIED",
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "signature", "is_free"),
+    [
+        ("the memory monitor", "ray.oom", False),
+        ("pre-emption", "ray.preempted", True),
+        ("SIGTERM to the raylet", "ray.preempted", True),
+    ],
+)
+def test_what_a_recorded_cause_is_taken_for(what: str, signature: str, *, is_free: bool) -> None:
+    """What the platform took on purpose is charged to nobody; what ran out of memory is."""
+    phase, code, reason = ending(RECORDED[what])
+    found = of_platform(TABLE, phase, code, reason)
+    assert found.signature == signature, reason
+    assert proven(found.verdict, found.signature) is is_free
+
+
+def test_a_host_that_died_is_told_from_one_that_was_taken() -> None:
+    """Nobody pre-empted a raylet that was killed, or is not heard."""
+    by_raylet = seen(Actor("x", "n", host_id="4", pid=7), host=Host("4", "d", alive=False, ended=True))
+    for phase, code, reason in (ending(host_died("UNEXPECTED_TERMINATION")), by_raylet[1:4]):
+        assert of_platform(TABLE, phase, code, reason).signature == "ray.node_died"
 
 
 BIG, SMALL = {"CPU": 8.0, "memory": float(64 << 30)}, {"CPU": 2.0}

@@ -1,7 +1,7 @@
 """What Ray's records say of a node: its phase, how it ended, why it waits, and what the cluster is about to do with its host.
 
-The reason begins with Ray's own word (``NODE_DIED``, ``NODE_OUT_OF_MEMORY``, ``RUNTIME_ENV_SETUP_FAILED``), which diagnosis
-knows. Where the keeper lived to report its agent's end, the exit status says it all, and there is no word.
+The reason begins with Ray's own word, which diagnosis knows: ``NODE_DIED``, ``EXPECTED_TERMINATION``, ``NODE_OUT_OF_MEMORY``,
+``RUNTIME_ENV_SETUP_FAILED``. Where the keeper lived to report its agent's end, the exit status says it all, and there is no word.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EXIT_TYPE = re.compile(r"Worker exit type: (\w+)")
 _DETAIL = re.compile(r"Worker exit detail: (.*)", re.DOTALL)
 _ERROR_LINE = re.compile(r"^(?:[\w.]+)?(?:Error|Exception)\b")
 PREEMPTED = "AUTOSCALER_DRAIN_PREEMPTED"
-ENDED_ON_PURPOSE = frozenset({"EXPECTED_TERMINATION", "AUTOSCALER_DRAIN_IDLE", PREEMPTED})
+ENDED_ON_PURPOSE = frozenset({"EXPECTED_TERMINATION", "AUTOSCALER_DRAIN_IDLE"})
 OUT_OF_MEMORY = "NODE_OUT_OF_MEMORY"
 
 
@@ -83,8 +83,9 @@ def _host_died(context: Mapping[str, Any], message: str) -> tuple[str, int, str]
     why, detail = str(info.get("reason") or "UNSPECIFIED"), str(info.get("reason_message") or message)
     if why == PREEMPTED or context.get("preempted"):
         return "failed", -1, _worded("DRAIN_NODE_REASON_PREEMPTION", detail)
-    phase = "failed" if why in ENDED_ON_PURPOSE else "lost"
-    return phase, -1 if phase == "failed" else 0, _worded("NODE_DIED", f"{why}: {detail}")
+    if why in ENDED_ON_PURPOSE:
+        return "failed", -1, _worded(why, detail)
+    return "lost", 0, _worded("NODE_DIED", f"{why}: {detail}")
 
 
 def _notice(host: Host | None, wall_s: float) -> tuple[str, int]:
