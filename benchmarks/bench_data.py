@@ -6,7 +6,8 @@ from the packed cut at 90 % of a shuffled epoch to the first batch of 512 of ano
 that nothing is measured but finding them; beside torchdata's StatefulDataLoader at the size of ``--peer-samples``, which restores
 at the same world size alone. Its epoch up to 90 % is iterated once, outside of what is measured. The cost: a training loop over
 an ElasticDataset beside one over a plain DistributedSampler loader, where nothing fails, in steps of 20 ms. The large one: what a
-rank does to have a dataset of 10^10 samples, its terms as they are registered, and its first batch.
+rank does to have a dataset of 10^10 samples, its terms as they are registered, and its first batch. Leased, the same dataset is
+registered with a real master, whose memory is looked at when 10,000 fragments of it are used and 10,000 are free.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import sys
 import time
 from pathlib import Path
 
+import _fragments
 import _streams
+from _agents import Broken
 from _bench import BROKEN, HERE, Result, Row, options, say
 
 from dlrover_adapters.data import Items, Reader, fingerprint_of
@@ -29,7 +32,14 @@ from dlrover_core.data.permutation import Order
 from dlrover_core.data.quota import quotas, slots
 from dlrover_core.data.ranges import FRAGMENTS_MAX, Ranges
 
-MEASURES = ("src/dlrover_core/data", "src/adapters/dlrover_adapters/data", "src/adapters/dlrover_adapters/torch/data")
+MEASURES = (
+    "src/dlrover_core/data",
+    "src/adapters/dlrover_adapters/data",
+    "src/adapters/dlrover_adapters/torch/data",
+    "src/dlrover_core/job/leases.py",
+    "src/dlrover_core/rules/leases.py",
+    "src/dlrover_core/runtime/leasing.py",
+)
 
 TORCHDATA = "torchdata==0.11.0"
 LARGE = 10**10
@@ -41,7 +51,7 @@ CUT_BYTES, RANGES_BYTES = 1024.0, 65_536.0
 RESTORE_MS = 50.0
 COST = 1.01
 COST_PAIRS, COST_STEPS = 12, 20
-LARGE_MS = 50.0
+LARGE_MS, LEADER_MIB = 50.0, 50.0
 SCALAR = 50_000
 """So many indices of the core's own order: it takes microseconds for each."""
 LIMIT_S = 600.0
@@ -131,6 +141,79 @@ def large_ms(seed: int) -> float:
     return took
 
 
+def orders(result: Result, trials: int, indices: int) -> None:
+    """Indices a second."""
+    for what, chunk, kind, count in (
+        ("permuted as one", 1, VectorOrder, indices),
+        ("in chunks of 1,000", 1000, VectorOrder, indices),
+        ("permuted as one, without numpy", 1, Order, min(indices, SCALAR)),
+        ("in chunks of 1,000, without numpy", 1000, Order, min(indices, SCALAR)),
+    ):
+        say(f"orders, {what}")
+        found = [indices_a_second(kind(LARGE, one, chunk=chunk), count) for one in range(trials)]
+        target = INDICES_TARGET if kind is VectorOrder else None
+        what = f"indices of 10^10 samples, one core: {what}"
+        result.rows.append(Row(what, "indices/s", found, target=target, most=False))
+
+
+def large(result: Result, trials: int) -> None:
+    """10^10 samples: their cuts, a rank's dataset, and a leader that leases them. Raises `Broken`."""
+    cut = len(pack((Place("train", 1000, LARGE - 1, f"lines:{LARGE}:{'0f' * 8}"),)))
+    result.rows += [
+        Row("the cut of a dataset of 10^10 samples", "bytes", [cut], target=CUT_BYTES, exact=True),
+        Row("the worst 10,000 ranges of 10^10 samples", "bytes", [worst_ranges()], target=RANGES_BYTES, exact=True),
+    ]
+    say("a large dataset")
+    large_ms(0)
+    found = [large_ms(seed) for seed in range(1, trials + 1)]
+    what = "a dataset of 10^10 samples: made, its terms and its first batch"
+    result.rows.append(Row(what, "ms", found, target=LARGE_MS))
+    say("a leader with a large leased dataset")
+    leaders = [_fragments.fragmented() for _ in range(trials)]
+    registered = [one.registered_ms for one in leaders]
+    result.rows += [
+        Row("a leased dataset of 10^10 samples: from the command to the order that names it", "ms", registered,
+            target=LARGE_MS),
+        Row("its leader's peak memory, 10,000 fragments used and 10,000 free, beyond a leader without data", "MiB",
+            [one.peak_mib - one.before_mib for one in leaders], target=LEADER_MIB),
+        Row("the whole of that leader's process", "MiB", [one.peak_mib for one in leaders]),
+        Row("these 10,000 fragments, packed", "bytes", [leaders[0].cut_bytes], target=RANGES_BYTES, exact=True),
+    ]  # fmt: skip
+
+
+def costs(result: Result, pairs: int) -> None:
+    """Beside a plain loader, nothing failing."""
+    for loaders in (0, 4):
+        say(f"cost with {loaders} loader processes")
+        ours, theirs = cost_ms(pairs, COST_STEPS, loaders)
+        settings = "DataLoader with DistributedSampler, torch 2.13"
+        what = f"a step of 20 ms, 32 samples, {loaders} loader processes"
+        result.rows.append(Row(what, "ms", ours, theirs, target=COST, of="ratio", settings=settings))
+
+
+def restores(result: Result, trials: int, peer_samples: int) -> None:
+    """First batches after a restore. Raises RuntimeError where the peer does not work."""
+    say("restores")
+    found = [restore_ms(RESTORED) for _ in range(trials)]
+    what = "first batch after a restore at 90 % of 10^9 samples, another world size"
+    result.rows.append(Row(what, "ms", found, target=RESTORE_MS))
+    if peer_samples:
+        say(f"torchdata, {peer_samples:,} samples")
+        theirs = torchdata_ms(peer_samples, trials)
+        found = [restore_ms(peer_samples) for _ in range(trials)]
+        result.rows.append(Row(f"the same of {peer_samples:,} samples; peer at the same size", "ms", found, theirs))
+
+
+def topic(result: Result, trials: int) -> None:
+    """Messages a second."""
+    say("messages of a topic")
+    with _streams.broker() as address:
+        pairs = [(_streams.elastic(address), _streams.bare(address)) for _ in range(trials)]
+    ours, theirs = (list(one) for one in zip(*pairs, strict=True))
+    what = "messages of a Kafka topic; beside a bare loop of the client"
+    result.rows.append(Row(what, "messages/s", ours, theirs, most=False))
+
+
 def main() -> int:
     """Orders, cuts, restores, costs."""
 
@@ -148,66 +231,15 @@ def main() -> int:
 
     chosen = options(__doc__, trials=7, more=more)
     result = Result("data", "torchdata 0.11.0's StatefulDataLoader, where a line has a peer")
-    for what, chunk, kind, count in (
-        ("permuted as one", 1, VectorOrder, chosen.indices),
-        ("in chunks of 1,000", 1000, VectorOrder, chosen.indices),
-        ("permuted as one, without numpy", 1, Order, min(chosen.indices, SCALAR)),
-        ("in chunks of 1,000, without numpy", 1000, Order, min(chosen.indices, SCALAR)),
-    ):
-        say(f"orders, {what}")
-        found = [indices_a_second(kind(LARGE, one, chunk=chunk), count) for one in range(chosen.trials)]
-        target = INDICES_TARGET if kind is VectorOrder else None
-        result.rows.append(
-            Row(f"indices of 10^10 samples, one core: {what}", "indices/s", found, target=target, most=False)
-        )
-    cut = len(pack((Place("train", 1000, LARGE - 1, f"lines:{LARGE}:{'0f' * 8}"),)))
-    result.rows.append(Row("the cut of a dataset of 10^10 samples", "bytes", [cut], target=CUT_BYTES, exact=True))
-    result.rows.append(
-        Row("the worst 10,000 ranges of 10^10 samples", "bytes", [worst_ranges()], target=RANGES_BYTES, exact=True)
-    )
-    say("a large dataset")
-    large_ms(0)
-    found = [large_ms(seed) for seed in range(1, chosen.trials + 1)]
-    result.rows.append(
-        Row("a dataset of 10^10 samples: made, its terms and its first batch", "ms", found, target=LARGE_MS)
-    )
-    for loaders in (0, 4):
-        say(f"cost with {loaders} loader processes")
-        ours, theirs = cost_ms(chosen.cost_pairs, COST_STEPS, loaders)
-        result.rows.append(
-            Row(
-                f"a step of 20 ms, 32 samples, {loaders} loader processes",
-                "ms",
-                ours,
-                theirs,
-                target=COST,
-                of="ratio",
-                settings="DataLoader with DistributedSampler, torch 2.13",
-            )
-        )
-    say("restores")
-    found = [restore_ms(RESTORED) for _ in range(chosen.trials)]
-    result.rows.append(
-        Row("first batch after a restore at 90 % of 10^9 samples, another world size", "ms", found, target=RESTORE_MS)
-    )
-    if chosen.peer_samples:
-        say(f"torchdata, {chosen.peer_samples:,} samples")
-        try:
-            theirs = torchdata_ms(chosen.peer_samples, chosen.trials)
-        except (RuntimeError, ValueError, subprocess.SubprocessError) as error:
-            say(f"nothing measured of the peer: {error}")
-            return BROKEN
-        found = [restore_ms(chosen.peer_samples) for _ in range(chosen.trials)]
-        result.rows.append(
-            Row(f"the same of {chosen.peer_samples:,} samples; peer at the same size", "ms", found, theirs)
-        )
-    say("messages of a topic")
-    with _streams.broker() as address:
-        pairs = [(_streams.elastic(address), _streams.bare(address)) for _ in range(chosen.trials)]
-    ours, theirs = (list(one) for one in zip(*pairs, strict=True))
-    result.rows.append(
-        Row("messages of a Kafka topic; beside a bare loop of the client", "messages/s", ours, theirs, most=False)
-    )
+    try:
+        orders(result, chosen.trials, chosen.indices)
+        large(result, chosen.trials)
+        costs(result, chosen.cost_pairs)
+        restores(result, chosen.trials, chosen.peer_samples)
+        topic(result, chosen.trials)
+    except (Broken, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        say(f"nothing measured: {error}")
+        return BROKEN
     return result.finish(chosen.json)
 
 
