@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from dlrover_adapters.cli import master
+from dlrover_adapters.cli.settings import Settings
 from dlrover_core.errors import LogUnavailable
 from dlrover_core.kernel.log import Appended, Fenced, Snapshot
 from dlrover_core.logs import put_back
 from dlrover_core.logs.lock import JobLock, Mark, read_mark
 from dlrover_core.logs.reader import lock_path
 from dlrover_core.logs.sqlite import SqliteLog
+from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing.log_conformance import JOB, Pen, seqs
 
 from .sqlite_logs import opened, run
@@ -104,6 +107,49 @@ def test_database_deleted_under_its_leader(tmp_path: Path) -> None:
             await heir.write()
             assert await seqs(log.read(JOB)) == [1, 2, 3, 4]
             assert {one.name for one in folder.iterdir() if one.suffix == ".part"} == set()
+
+    run(story())
+
+
+@pytest.mark.parametrize("gone", ["folder", "files", "lock", "another job's"])
+def test_who_comes_to_stand_by_while_files_are_gone_makes_none(tmp_path: Path, gone: str) -> None:
+    """Or it would lead an empty log, and depose the leader, which has all of it. It waits until the leader has put them back."""
+
+    async def story() -> None:
+        folder = tmp_path / "state"
+        async with (
+            opened(folder / "log.db") as log,
+            opened(folder / "log.db") as other,
+            opened(folder / "log.db") as near,
+        ):
+            pen = Pen(await log.lead(JOB, "a"))
+            await pen.write()
+            other.begins = False
+            if gone == "lock":
+                lock_path(log.path, JOB).unlink()
+            elif gone == "files":
+                for path in folder.iterdir():
+                    path.unlink()
+            else:
+                shutil.rmtree(folder)
+            if gone == "another job's":  # which has made the file, and knows nothing of ours
+                await near.lead("near", "c")
+                lock_path(log.path, JOB).touch()
+            with pytest.raises(LogUnavailable):
+                await other.lead(JOB, "b")
+            if gone == "another job's":
+                return
+            await pen.write()
+            assert pen.lead.valid()
+            waiting = asyncio.ensure_future(other.lead(JOB, "b"))
+            await stood_by(log)
+            await pen.lead.resign()
+            heir = Pen(await waiting, head=2)
+            assert heir.lead.token == 2
+            await heir.write()
+            shutil.rmtree(folder)
+            await heir.write()
+            assert await seqs(log.read(JOB)) == [1, 2, 3, 4]
 
     run(story())
 
@@ -248,3 +294,29 @@ def test_cancelled_wait_makes_no_file(tmp_path: Path) -> None:
         assert not folder.exists()
 
     run(story())
+
+
+@pytest.mark.parametrize("quiet", [False, True], ids=["the first", "the reserve"])
+def test_only_the_first_master_begins_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: bool) -> None:
+    """The launcher says to the reserve that another one is there."""
+    found: list[bool] = []
+
+    class Seen(Exception):
+        pass
+
+    def made(_spec: object, *, event_log: SqliteLog, **_: object) -> None:
+        found.append(event_log.begins)
+        raise Seen
+
+    monkeypatch.setattr(master, "Master", made)
+    monkeypatch.setenv("DLROVER_TOKEN", "a-secret-token-for-tests")
+    spec = JobSpec("j", (GroupSpec("worker", 1, 1),)).to_json()
+    settings = Settings(
+        spec, "r1", f"sqlite://{tmp_path}/log.db", str(tmp_path), (), 1, "script", joining=True, masters=("m:1",)
+    )
+    monkeypatch.setattr(master.asking, "answer", lambda *_: None)
+    monkeypatch.setattr(master, "_listener", lambda *_: None)
+    ends = master.Ends(-1, -1, -1)
+    with pytest.raises(Seen):
+        run(master._run(settings, ends, "h/1/1", [], quiet=quiet))
+    assert found == [not quiet]

@@ -112,15 +112,15 @@ def read_mark(path: Path) -> Mark | None:
     return Mark(seq, token)
 
 
-def try_take(path: Path) -> JobLock | None:
-    """The lock, if it is free now."""
-    return _take(path, fcntl.LOCK_EX | fcntl.LOCK_NB, _Wanted())
+def try_take(path: Path, *, make: bool = True) -> JobLock | None:
+    """The lock, if it is free now. ``make``: a lock file that is missing; else it raises `FileNotFoundError`."""
+    return _take(path, fcntl.LOCK_EX | fcntl.LOCK_NB, _Wanted(make))
 
 
-def take_now(path: Path) -> JobLock | None:
-    """As `try_take`. Raises `LogUnavailable` where there can be no lock file."""
+def take_now(path: Path, *, make: bool = True) -> JobLock | None:
+    """As `try_take`. Raises `LogUnavailable` where there is no lock file, or can be none."""
     try:
-        return try_take(path)
+        return try_take(path, make=make)
     except OSError as error:
         raise _unusable(path, error) from error
 
@@ -129,15 +129,17 @@ def _unusable(path: Path, error: OSError) -> LogUnavailable:
     return LogUnavailable(f"the lock file {path} cannot be used: {error}")
 
 
-async def wait_take(path: Path) -> JobLock:
-    """The lock, as soon as its holder lets go or dies. Raises `LogUnavailable` where there can be no lock file.
+async def wait_take(path: Path, *, make: bool = True) -> JobLock:
+    """The lock, as soon as its holder lets go or dies. Raises `LogUnavailable` where there is no lock file, or can be none.
+
+    ``make``: a lock file that is missing. One that is removed during the wait is made in any case.
 
     The wait blocks a daemon thread, for flock has no other doorbell. A cancelled wait leaves the thread behind, for nothing
     can wake it; it lets go as soon as it gets the lock, and makes no file any more.
     """
     loop = asyncio.get_running_loop()
     granted: asyncio.Future[JobLock] = loop.create_future()
-    wanted = _Wanted()
+    wanted = _Wanted(make)
 
     def block() -> None:
         try:
@@ -177,9 +179,9 @@ async def wait_take(path: Path) -> JobLock:
 class _Wanted:
     """Does anybody still wait for the lock? Once `end` has returned, the waiting thread makes no directory and no file."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: bool) -> None:
         self._guard = threading.Lock()
-        self._wanted = True
+        self._wanted, self._make = True, make
 
     def end(self) -> None:
         """Nobody waits any more."""
@@ -191,8 +193,11 @@ class _Wanted:
         with self._guard:
             if not self._wanted:
                 return None
-            make_dirs(path.parent)
-            return _register(private_file(path, os.O_RDWR))
+            if self._make:
+                make_dirs(path.parent)
+                return _register(private_file(path, os.O_RDWR))
+            self._make = True
+            return _register(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
 
 
 def _take(path: Path, how: int, wanted: _Wanted) -> JobLock | None:

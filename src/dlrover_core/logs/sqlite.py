@@ -69,6 +69,7 @@ class SqliteLog:
     ) -> None:
         self.path, self.codec = path, codec
         self.repairs: list[Repair] = []
+        self.begins = True  # who stands by for a leader makes nothing that is missing: the leader puts it back
         self.reserve = Reserve(path.with_name(path.name + ".reserve"), reserve_bytes)
         self._archive_url, self._segment_events = archive, segment_events
         self._archives: dict[str, Archive] = {}
@@ -101,8 +102,7 @@ class SqliteLog:
 
         Raises `SpecError` on a network or FUSE file system, and for an archive that no store understands.
         """
-        if archive:
-            # In a thread: it may import a package that takes its time.
+        if archive:  # in a thread: it may import a package that takes its time
             await asyncio.get_running_loop().run_in_executor(None, open_store, str(archive), "any")
         return cls(host_local(path), codec, str(archive) if archive else None, reserve_bytes, segment_events)
 
@@ -146,7 +146,7 @@ class SqliteLog:
         if self._archive_url is not None:
             await self._read(self._check_archive, job)
         path = lock_path(self.path, job)
-        lock = take_now(path)
+        lock = take_now(path, make=self.begins)
         if lock is None:
             if not wait:
                 now = await self.leader(job)
@@ -166,7 +166,7 @@ class SqliteLog:
 
     async def _stand_by(self, path: Path) -> JobLock:
         """The lock, when it is free; `LogUnavailable` if the log is closed before."""
-        wait = asyncio.ensure_future(wait_take(path))
+        wait = asyncio.ensure_future(wait_take(path, make=self.begins))
         either: set[asyncio.Future[Any]] = {wait, self._closing}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -304,8 +304,7 @@ class SqliteLog:
         """A batch was committed: see to the reserve and to the length of the WAL. Writer's thread."""
         self._unmoved_bytes += len(batch.payload) + _COMMIT_BYTES
         if self._unmoved_bytes >= CHECKPOINT_BYTES and self._writer is not None:
-            # Readers may hold it back; then it is tried again after half as much.
-            self._unmoved_bytes = CHECKPOINT_BYTES // 2
+            self._unmoved_bytes = CHECKPOINT_BYTES // 2  # readers may hold it back; then again after half as much
             self._writer.post(self.checkpoint)
 
     def checkpoint(self) -> None:
@@ -352,12 +351,13 @@ class SqliteLog:
             self._close_db()
 
             def make() -> sqlite3.Connection:
-                make_dirs(self.path.parent)
-                # Made by us, so that it and what SQLite puts beside it are 0600. Never opened if it is there: closing
-                # any descriptor of it would drop the locks that SQLite holds on it for the whole process.
-                with contextlib.suppress(FileExistsError):
-                    os.close(private_file(self.path, os.O_RDWR | os.O_EXCL))
-                return tables.connect(self.path, create=True)
+                if self.begins:
+                    # By us, so that it and what SQLite puts beside it are 0600. Never opened if it is there: closing any
+                    # descriptor of it would drop the locks that SQLite holds on it for the whole process.
+                    make_dirs(self.path.parent)
+                    with contextlib.suppress(FileExistsError):
+                        os.close(private_file(self.path, os.O_RDWR | os.O_EXCL))
+                return tables.connect(self.path, create=self.begins)
 
             self._db = self.with_room(job, make)
             self.seen.opened()
@@ -369,8 +369,7 @@ class SqliteLog:
             db.close()
 
     def _note(self, repair: Repair) -> None:
-        # A reader may come by the same damage many times.
-        if repair not in self.repairs:
+        if repair not in self.repairs:  # a reader may come by the same damage many times
             self.repairs.append(repair)
 
     async def _read(self, question: Callable[..., T], *what: object) -> T:
@@ -495,6 +494,8 @@ class SqliteLeadership:
         copies = read_copies(self._log.path, file_name(self.job), self.job, self._log.codec)
         db.execute("BEGIN IMMEDIATE")
         try:
+            if not self._log.begins and tables.find_job(db, self.job) is None:
+                raise LogUnavailable(f"{path} was deleted, and the job's leader has yet to put it back")  # noqa: TRY301
             row = tables.ensure_job(db, self.job)
             recovery = Recovery(db, self.job, row, self._log.archive_of(self.job))
             head, newest = recovery.run(copies, read_mark(path), path)

@@ -122,6 +122,8 @@ async def _run(settings: Settings, ends: Ends, holder: str, dead: list[str], *, 
     try:
         async with open_log(settings.log) as event_log:
             await _check_there(settings, event_log, dead)
+            if quiet and not settings.shared:
+                _follow_only(event_log)
             teller = told.on_stderr(settings.job.job)
             backend = None if settings.joining else backends.made(settings, os.environ["DLROVER_TOKEN"])
             master = Master(
@@ -230,6 +232,14 @@ async def _check_there(settings: Settings, event_log: EventLog, dead: list[str])
     name = settings.job.job
     if dead and settings.log.startswith("sqlite:") and name not in await event_log.jobs():
         raise LogCorrupt(name, 1, f"{settings.log} was deleted, and its leader died before it could put it back")
+
+
+def _follow_only(event_log: EventLog) -> None:
+    """A master that another one has gone before begins no log of its own where the job's has just been deleted."""
+    from dlrover_core.logs.sqlite import SqliteLog
+
+    if isinstance(event_log, SqliteLog):
+        event_log.begins = False
 
 
 def _why_stop(stop: int) -> str:
