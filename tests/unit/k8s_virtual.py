@@ -132,9 +132,10 @@ def tell(
     quota: int,
     labels: dict[str, str] | None = None,
     tolerations: list[dict[str, Any]] | None = None,
+    args: str = "",
     **settings: Any,
 ) -> Cluster:
-    """Tell a story in virtual time; returns the cluster, whose log is whole."""
+    """Tell a story in virtual time; returns the cluster, whose log is whole. ``args``: more of the backend's arguments."""
     found: list[Cluster] = []
 
     async def whole() -> None:
@@ -143,7 +144,7 @@ def tell(
         api.tick()
         kueue = ScriptedKueue(api.api, NAMESPACE, quota, labels=labels, tolerations=tolerations, later=loop.call_soon)
         here = BackendContext(
-            "queued", "run-1", ("m:1",), "t", arguments=("a.py",), args="image=i,namespace=ml,queue=research"
+            "queued", "run-1", ("m:1",), "t", arguments=("a.py",), args=f"image=i,namespace=ml,queue=research{args}"
         )
 
         def made(_: Platform) -> KubernetesBackend:

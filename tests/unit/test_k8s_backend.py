@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -141,6 +142,39 @@ def test_what_was_made_and_removed_before_a_list_was_taken_is_gone() -> None:
         async with watching(on.backend) as watch:
             assert isinstance(watch.told[0], Listed)
             assert node.name not in {one.name for one in watch.told[0].nodes}
+
+    tell(story)
+
+
+@pytest.mark.parametrize("lost_label", [False, True])
+def test_what_was_removed_before_the_answer_to_its_create_is_made_again(lost_label: bool) -> None:
+    """A list without the pod came before the answer to its create: the node is refused for now, unless the pod is there."""
+
+    async def story(on: Stage) -> None:
+        node = make_launch()
+        ask = on.server.ask
+
+        async def late(method: str, path: str, **rest: Any) -> dict[str, Any]:
+            answer = await ask(method, path, **rest)
+            if method == "POST" and path == PODS:
+                on.server.ask = ask  # type: ignore[method-assign]
+                pod = on.server.objects.pop(on.path(node.name))
+                listed.append(await reached.enter_async_context(watching(on.backend)))
+                if lost_label:
+                    on.server.objects[on.path(node.name)] = pod
+            return answer
+
+        listed: list[Any] = []
+        on.server.ask = late  # type: ignore[method-assign]
+        async with contextlib.AsyncExitStack() as reached:
+            if lost_label:
+                assert await on.backend.launch(node, 1) is None
+                return
+            with pytest.raises(LaunchRefused, match="removed as soon as it was made") as refused:
+                await on.backend.launch(node, 1)
+            assert not refused.value.permanent
+            await on.backend.launch(node, 1)
+            await listed[0].until(lambda seen: node.name in seen)
 
     tell(story)
 

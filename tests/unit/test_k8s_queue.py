@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 from k8s_virtual import HOUR_S, Queued, tell
 
@@ -47,6 +48,22 @@ def test_six_hours_in_a_queue() -> None:
         blameless(on)
 
     tell(story, quota=0)
+
+
+def test_a_template_that_is_missing_is_waited_for() -> None:
+    """Masters whose ConfigMap is gone say so, and go on once it is back: nothing can be asked of Kueue before."""
+
+    async def story(on: Queued) -> None:
+        said = "Template: there is no ConfigMap mine, which holds the template of the nodes: put it back, or start the job anew"
+        await on.cluster.until(lambda: [one.waits for one in on.cluster.state.nodes.nodes.values()] == [said] * 4)
+        assert on.kueue.workloads == []
+        node = {"name": "node", "image": "i", "resources": {"requests": {"cpu": "1"}}}
+        made = {"metadata": {"name": "mine"}, "data": {"default": json.dumps({"spec": {"containers": [node]}})}}
+        await on.api.ask("POST", "/api/v1/namespaces/ml/configmaps", body=made)
+        await on.cluster.until(lambda: on.size == 4)
+        blameless(on)
+
+    tell(story, quota=9, args=",template=configmap:mine")
 
 
 def test_it_grows_with_quota() -> None:

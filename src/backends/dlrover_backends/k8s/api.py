@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 Json = dict[str, Any]
 """An object of the Kubernetes API, as decoded."""
+Ask = Callable[..., Awaitable[Json]]
+"""Sends a request as `Api.ask` does: method, path, body."""
 
 
 class Api(Protocol):

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 
 import structlog
 
+from dlrover_backends.k8s.api import Ask
 from dlrover_backends.k8s.errors import Forbidden, NotFound
-from dlrover_backends.k8s.gangs import Ask
 from dlrover_backends.k8s.refusals import missing_right
 from dlrover_core.runtime.backend import ENDS, GroupSize, Wanted
 

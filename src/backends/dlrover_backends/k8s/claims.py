@@ -9,18 +9,16 @@ book says, which is idempotent. It is decided anew only where that standby is an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import NamedTuple
 
 from dlrover_backends.k8s import names, owning
-from dlrover_backends.k8s.api import Json
+from dlrover_backends.k8s.api import Ask, Json
 from dlrover_backends.k8s.errors import Conflict, NotFound
 from dlrover_core.runtime.backends import BackendContext
 
 OWN = "own"
 """In the book: the node gets a pod of its own."""
-
-Ask = Callable[..., Awaitable[Json]]
 
 
 class Standby(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing
@@ -23,14 +22,13 @@ from dlrover_backends.k8s import (
     endings,
     gangs,
     guards,
-    masters,
     names,
     pods,
     queues,
     refusals,
-    render,
     settings,
     standbys,
+    templates,
 )
 from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.errors import ApiError, Busy, Conflict, Forbidden, NotFound, Unreachable
@@ -84,6 +82,7 @@ class KubernetesBackend:
             budgets.Budget(self._told.budget, self._ask, lambda: self._namespace) if self._told.budget else None
         )
         self._guard = None if self._told.owner else guards.Guard(here, self._ask, lambda: self._namespace)
+        self._list = Snapshot((), 0.0)  # the last one, without its objects
         self._ended: set[str] = set()
         self._hosts = Hosts(now)
         self._queue: queues.Queue | None = None
@@ -114,6 +113,7 @@ class KubernetesBackend:
             await self._see_to_stray(place, incarnation, owner)
             standby = await self._warm.take(node, owner, self._template, token) if self._warm is not None else None
             if standby is not None:
+                await self._confirm(node.name, standby)
                 self._note_made(node.name, standby)
                 return standbys.seat_of(standby)
             template = await self._template(node.group)
@@ -132,6 +132,7 @@ class KubernetesBackend:
             if self._warm is not None and not refused.permanent:
                 self._warm.refused()
             raise refused from error
+        await self._confirm(node.name, made)
         self._note_made(node.name, made)
         return None
 
@@ -193,7 +194,7 @@ class KubernetesBackend:
             async with aclosing(loop.run()) as seen:
                 async for one in seen:
                     if isinstance(one, Snapshot):
-                        ours = self._ours(one, owner)
+                        ours, self._list = self._ours(one, owner), one._replace(objects=())
                         told = self._shown = {name: (_uid(pod), self._seen(pod)) for name, pod in ours.items()}
                         self._uids |= {name: _uid(pod) for name, pod in ours.items()}
                         self._note_pods(ours)
@@ -344,16 +345,7 @@ class KubernetesBackend:
         )
 
     async def _template(self, group: str) -> Json | None:
-        """The template of a group's nodes, as it is now. Raises `LaunchRefused`, `SpecError`, `ApiError`."""
-        kind, colon, name = self._told.template.partition(":")
-        if f"{kind}{colon}" != masters.CONFIGMAP:
-            return render.template_of(self._here, self._told)
-        found = (await self._ask("GET", f"{self._path('configmaps')}/{name}")).get("data") or {}
-        text = found.get(group, found.get(masters.DEFAULT_KEY))
-        try:
-            return None if text is None else pods.template_of(json.loads(text), self._told.template)
-        except ValueError as error:
-            raise LaunchRefused(f"{self._told.template}, group {group}: {error}", permanent=True) from error
+        return await templates.of_group(self._here, self._told, group, self._ask, self._path("configmaps"))
 
     # ---- what is there
 
@@ -450,14 +442,21 @@ class KubernetesBackend:
         pod_name = names.pod_name(name, self._here.run)
         found = await self._ask("GET", f"{self._path('pods')}/{pod_name}")
         if not self.is_ours(found, await self._owned()):
-            owners = found["metadata"].get("ownerReferences") or [{}]
-            whose = f"{owners[0].get('kind', 'nobody')} {owners[0].get('name', '')}".strip()
-            raise LaunchRefused(
-                f"pod {pod_name} in namespace {self._namespace} is not of this run (its owner: {whose}); delete it, or "
-                "rename the job",
-                permanent=True,
-            ) from taken
+            raise refusals.of_stranger(found, self._namespace) from taken
         return found
+
+    async def _confirm(self, name: str, made: Json) -> None:
+        """Ask for a pod that a list lacks which was taken after the pod was made, and told before: no watch says that it is gone.
+
+        Raises `LaunchRefused` where the pod is gone, and `ApiError`.
+        """
+        if self._shown is None or name in self._shown or not self._list.follows(made):
+            return
+        with contextlib.suppress(NotFound):
+            found = await self._ask("GET", f"{self._path('pods')}/{made['metadata']['name']}")
+            if _uid(found) == _uid(made):
+                return  # its labels were taken away
+        raise refusals.of_removed(made)
 
     def _note_pods(self, found: dict[str, Json], name: str = "") -> None:
         """Know the pods that are there: all of them, or one that is or is not among them."""

@@ -8,13 +8,13 @@ groups, each in a kind of its own: Kubernetes itself (1.36 on), Volcano, and cos
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import structlog
 
 from dlrover_backends.k8s import names, owning
-from dlrover_backends.k8s.api import Json
+from dlrover_backends.k8s.api import Ask, Json
 from dlrover_backends.k8s.errors import Conflict, Forbidden, Invalid, NotFound
 from dlrover_backends.k8s.refusals import missing_right
 from dlrover_backends.k8s.settings import COSCHEDULING, NATIVE, VOLCANO, Settings
@@ -26,7 +26,6 @@ PLURAL, KIND = "podgroups", "PodGroup"
 VOLCANO_GROUP = "scheduling.k8s.io/group-name"
 COSCHEDULING_GROUP = "scheduling.x-k8s.io/pod-group"
 
-Ask = Callable[..., Awaitable[Json]]
 
 log = structlog.get_logger("dlrover.backend")
 

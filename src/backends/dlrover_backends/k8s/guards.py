@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable
 import structlog
 
 from dlrover_backends.k8s import names, owning
-from dlrover_backends.k8s.api import Json
+from dlrover_backends.k8s.api import Ask, Json
 from dlrover_backends.k8s.budgets import nodes_kept
 from dlrover_backends.k8s.errors import Conflict, Forbidden, Invalid, NotFound
-from dlrover_backends.k8s.gangs import Ask
 from dlrover_backends.k8s.paths import PLURALS
 from dlrover_backends.k8s.refusals import missing_right
 from dlrover_core.runtime.backend import ENDS, GroupSize, Wanted

@@ -47,14 +47,17 @@ class Snapshot(NamedTuple):
     began: float
     version: str = ""
 
-    def may_lack(self, thing: Json, at: float) -> bool:
-        """May an object that was seen at a time be there although the list lacks it? Not if the list is newer than what was seen.
+    def follows(self, thing: Json) -> bool:
+        """Was the list taken after the object was as it is shown? Then an object that the list lacks is gone.
 
         Versions of one resource are numbers that grow: KEP-5504 promises what etcd always did. Others are not compared.
         """
         own = str((thing.get("metadata") or {}).get("resourceVersion") or "")
-        is_older = own.isdecimal() and self.version.isdecimal() and int(own) <= int(self.version)
-        return at >= self.began and not is_older
+        return own.isdecimal() and self.version.isdecimal() and int(own) <= int(self.version)
+
+    def may_lack(self, thing: Json, at: float) -> bool:
+        """May an object that was seen at a time be there although the list lacks it?"""
+        return at >= self.began and not self.follows(thing)
 
 
 class Change(NamedTuple):

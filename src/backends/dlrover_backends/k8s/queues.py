@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol, Union
 
 import structlog
 
 from dlrover_backends.k8s import endings, kueue, names
-from dlrover_backends.k8s.api import Api, Json
+from dlrover_backends.k8s.api import Api, Ask, Json
 from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, Invalid, NotFound
 from dlrover_backends.k8s.listwatch import ListWatch, Snapshot
 from dlrover_backends.k8s.refusals import missing_right
@@ -34,7 +34,6 @@ FORCE_S = 60.0
 RETRY_S = (0.5, 2.0, 10.0, 30.0)
 LOOK_S = 300.0
 
-Ask = Callable[..., Awaitable[Json]]
 
 log = structlog.get_logger("dlrover.backend")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.errors import ApiError, Forbidden, Invalid, NotFound
 from dlrover_core.errors import LaunchRefused
 
@@ -37,6 +38,24 @@ def of_forbidden(error: Forbidden) -> LaunchRefused:
     if " cannot " in message and " resource " in message:
         return LaunchRefused(missing_right(error), permanent=True)
     return LaunchRefused(f"the namespace's rules refuse the pod: {message}", permanent=True)
+
+
+def of_stranger(pod: Json, namespace: str) -> LaunchRefused:
+    """A pod of somebody else's has the node's name."""
+    owner = (pod["metadata"].get("ownerReferences") or [{}])[0]
+    whose = f"{owner.get('kind', 'nobody')} {owner.get('name', '')}".strip()
+    return LaunchRefused(
+        f"pod {pod['metadata']['name']} in namespace {namespace} is not of this run (its owner: {whose}); delete it, or rename "
+        "the job",
+        permanent=True,
+    )
+
+
+def of_removed(pod: Json) -> LaunchRefused:
+    """Somebody removed the node's pod before the answer to its create came."""
+    return LaunchRefused(
+        f"Deleted: pod {pod['metadata']['name']} was removed as soon as it was made; it is made again", permanent=False
+    )
 
 
 def missing_right(error: ApiError) -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import structlog
 
 from dlrover_backends.k8s import claims, endings, names, refusals, standbys
-from dlrover_backends.k8s.api import Json
+from dlrover_backends.k8s.api import Ask, Json
 from dlrover_backends.k8s.backoff import BackOff
 from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, Invalid, NotFound
 from dlrover_backends.k8s.settings import Settings
@@ -40,7 +40,6 @@ FENCE_S = 5.0
 """Standbys are made and removed only within so long after the leader has said which of them answer: it says so all the time."""
 LOOK_S = 60.0
 
-Ask = Callable[..., Awaitable[Json]]
 Owned = Callable[[], Awaitable[Json]]
 Template = Callable[[str], Awaitable[Json | None]]
 
