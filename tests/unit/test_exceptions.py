@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from dlrover_core.diagnosis import classify
@@ -165,6 +167,62 @@ def test_a_traceback_that_was_cut_off_is_none() -> None:
     cut = (HEAD + FRAME.format("old", 1) * 3).splitlines()
     found = chains([*cut, *raised("KeyError", "'x'").splitlines()])
     assert [frame[0] for frame in found[0].links[0].frames] == ["/w/train.py"]
+
+
+def shuffled(seed: int, *texts: str) -> list[str]:
+    """Lines of several writers in one stream: each one's in order, in runs of one to three."""
+    chance, rest = random.Random(seed), [text.splitlines() for text in texts]
+    # The traceback of each begins before the first has its exception.
+    made = [lines.pop(0) for lines in rest]
+    while any(rest):
+        lines = chance.choice([lines for lines in rest if lines])
+        run = chance.randint(1, 3)
+        made += lines[:run]
+        del lines[:run]
+    return made
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_tracebacks_of_three_ranks_mixed_in_any_way(seed: int) -> None:
+    """Each exception is found once, with its own words, and no line belongs to two of them."""
+    texts = [
+        raised("KeyError", "'label'"),
+        raised("ValueError", "bad", "step", 9),
+        raised("zmq.error.Again", "busy", "put", 4),
+    ]
+    found = chains(shuffled(seed, *texts))
+    assert sorted(chain.links[-1].text for chain in found) == ["Again: busy", "KeyError: 'label'", "ValueError: bad"]
+    rows = [row for chain in found for row in chain.rows]
+    assert len(rows) == len(set(rows))
+
+
+def test_a_chain_goes_on_from_its_own_rank_s_exception() -> None:
+    """Of two ranks' exceptions that were mixed, the one before an empty line goes on; line by line, each goes on."""
+    chain = raised("KeyError", "'label'") + HANDLING + raised("ValueError", "no label", "step", 9)
+    twice = [line for line in chain.splitlines() for _ in range(2)]
+    assert [[one.name for one in its.links] for its in chains(twice)] == [["KeyError", "ValueError"]] * 2
+    lines, other = chain.splitlines(), raised("zmq.error.Again", "busy", "put", 4).splitlines()
+    mixed = [lines[0], *other[:-1], *lines[1:5], other[-1], *lines[5:]]
+    assert mixed.index(lines[3]) < mixed.index("") < mixed.index(other[-1])
+    assert [[one.name for one in its.links] for its in chains(mixed)] == [["KeyError", "ValueError"], ["Again"]]
+
+
+@pytest.mark.parametrize("word", ["Loss: 2.13", "WARNING: slow disk", "Saving: /ckpt/7", "Epoch: 3", "Rank: 4", "Done"])
+def test_words_of_others_within_a_traceback_are_no_exception(word: str) -> None:
+    """A word with a colon is an exception's type only at the end of the frames, and its line stays to be read."""
+    lines = (HEAD + FRAME.format("train", 3) * 2 + "KeyError: 'x'\n").splitlines()
+    lines[3:3] = [word]
+    (chain,) = chains(lines)
+    assert chain.links[-1].text == "KeyError: 'x'"
+    assert 3 not in chain.rows
+
+
+def test_a_cut_traceback_before_two_mixed_ones() -> None:
+    """Exceptions belong to the tracebacks that began last: one that was cut off has none."""
+    cut = (HEAD + FRAME.format("old", 1)).splitlines()
+    found = chains([*cut, *shuffled(3, raised("KeyError", "'x'"), raised("ValueError", "bad", "step", 9))])
+    assert [chain.links[0].name for chain in found] == ["KeyError", "ValueError"]
+    assert not any("old" in frame[0] for chain in found for frame in chain.links[0].frames)
 
 
 def test_where_an_exception_is_from() -> None:

@@ -509,3 +509,34 @@ def test_what_is_printed_after_a_launchers_report_is_not_inside_it() -> None:
         f"{report}1m  Normal  Preempted  pod/w-2  Preempted by ml/urgent on node a100-067\n{ERROR.format('', 'EOFError')}"
     )
     assert found == "k8s.preempted"
+
+
+def test_what_others_wrote_within_a_traceback_is_read() -> None:
+    """A kill that a scheduler tells of between two frames is seen; the traceback around it keeps its own lines."""
+    peer = ERROR.format(
+        "", "RuntimeError: [/src/gloo/transport/tcp/pair.cc:525] Connection closed by peer [10.4.0.9]:4711"
+    )
+    lines = peer.splitlines()
+    lines[2:2] = [
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=77.0. Some of the step tasks have been OOM Killed."
+    ]
+    assert said("\n".join(lines)) == "cgroup.oom"
+
+
+def test_an_exception_of_nobody_is_not_that_of_a_rank_that_a_signal_ended() -> None:
+    """One rank alone failed, by a segmentation fault: words without a rank are another's."""
+    peer = ERROR.format(
+        "", "RuntimeError: [/src/gloo/transport/tcp/pair.cc:525] Connection closed by peer [10.4.0.9]:4711"
+    )
+    summary = """\
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-05-05_09:49:54
+  host      : gpu01
+  rank      : 2 (local_rank: 2)
+  exitcode  : -11 (pid: 99)
+  error_file: <N/A>
+  traceback : Signal 11 (SIGSEGV) received by PID 99
+"""
+    found = answer(peer + summary)
+    assert (found.judgement.signature, found.rank) == ("exit.sigsegv", 2)

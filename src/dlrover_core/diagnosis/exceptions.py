@@ -5,20 +5,24 @@ one (`direct cause`), it was raised while one was handled (`during handling`), o
 loader's `Caught KeyError in DataLoader worker`, a launcher's report, an exception group). Java's `Caused by:` is the same. The
 innermost exception that tells is the root; a wrapper is the root only where it holds nothing.
 
-Text is given as lines of one writer, without the prefixes that launchers put before them (`who.plain`).
+Text is given as lines without the prefixes that launchers put before them (`who.plain`). Ranks that write to one stream at once
+mix their tracebacks line by line: such a *knot* is read as a whole, and its exceptions are given to its tracebacks in order. Each
+exception knows its own lines, so that what others wrote in between is still there to be read.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# Bounds: a message longer than this is cut, and so many foreign lines may stand between a traceback's lines.
-MESSAGE_LINES_MAX, FOREIGN_MAX, CHAIN_MAX = 60, 40, 32
-
-# Two tracebacks that begin within so many lines are written by two ranks at once.
-TOGETHER_LINES = 3
+# Bounds: a message longer than this is cut, and so many foreign lines may stand between a traceback's lines; between two
+# exceptions of one knot fewer, for a traceback may have been cut off. So many tracebacks may be open at once.
+MESSAGE_LINES_MAX, FOREIGN_MAX, BETWEEN_MAX, CHAIN_MAX, OPEN_MAX = 60, 40, 10, 32, 64
+# A word that may be an exception's type is none where frames go on within so many lines.
+FRAMES_GO_ON = 3
 
 # How one exception hangs together with the one printed before it.
 ALONE, CAUSE, HANDLING, INSIDE = "", "cause", "handling", "inside"
@@ -104,6 +108,7 @@ class Raised(NamedTuple):
     ``link``: how it hangs together with the one before it.
     ``at``: the line of its type.
     ``package``: where its class is from, empty if that is not told.
+    ``rows``: the lines that are its own; empty: all from the first to the last.
     """
 
     name: str
@@ -114,6 +119,7 @@ class Raised(NamedTuple):
     link: str = ALONE
     at: int = 0
     package: str = ""
+    rows: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -136,9 +142,13 @@ class Raised(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """Exceptions that hang together, as printed: the first to be raised mostly comes first."""
+    """Exceptions that hang together, as printed: the first to be raised mostly comes first.
+
+    ``rows``: the lines that are its own, and no other writer's.
+    """
 
     links: tuple[Raised, ...]
+    rows: tuple[int, ...] = ()
 
     @property
     def first(self) -> int:
@@ -157,12 +167,40 @@ def chains(lines: Sequence[str], own: frozenset[int] = frozenset()) -> list[Chai
     ``own``: lines that had a time or a level of their own: no message goes on in them, unless its first line had one, too.
     """
     found: list[list[Raised]] = []
-    for one in _all(lines, own):
-        if found and one.link != ALONE and len(found[-1]) < CHAIN_MAX:
-            found[-1].append(one)
-        else:
-            found.append([one])
-    return [Chain(tuple(links)) for links in found]
+    latest: list[list[Raised]] = []
+    for parts in _all(lines, own):
+        goes_on = _continued(lines, latest, len(parts)) if parts[0][0].link != ALONE else []
+        made = []
+        for part, into in itertools.zip_longest(parts, goes_on):
+            if into is not None and len(into) < CHAIN_MAX:
+                into.extend(part)
+            else:
+                found.append(part)
+            made.append(part if into is None else into)
+        latest = made
+    return _owned(found)
+
+
+def _continued(lines: Sequence[str], latest: Sequence[list[Raised]], many: int) -> Sequence[list[Raised]]:
+    """Which of the newest chains go on in so many tracebacks: all in their order, or that after which an empty line stands."""
+    if many >= len(latest):
+        return latest
+    parted = [one for one in latest if not "".join(lines[one[-1].last + 1 : one[-1].last + 2]).strip()]
+    return parted if len(parted) == many else latest[len(latest) - many :]
+
+
+def _owned(found: Sequence[Sequence[Raised]]) -> list[Chain]:
+    """Chains with their own lines: what stands between theirs, but is another one's or nobody's, is not among them."""
+    owner = {row: place for place, links in enumerate(found) for one in links for row in one.rows}
+    made = []
+    for place, links in enumerate(found):
+        foreign = {row for one in links for row in range(one.first, one.last + 1) if owner.get(row) != place}
+        chain = Chain(tuple(links))
+        span = range(chain.first, chain.last + 1)
+        made.append(
+            chain._replace(rows=tuple(row for row in span if row not in foreign and owner.get(row, place) == place))
+        )
+    return made
 
 
 def telling(chain: Chain, weight: Callable[[Raised], int]) -> Raised:
@@ -206,29 +244,33 @@ def _unwrapped(one: Raised) -> Raised:
     return one._replace(name=inside[1].rsplit(".", 1)[-1], message=inside[2].strip())
 
 
-class _Open(NamedTuple):
-    """A traceback whose exception has not come yet."""
+@dataclass(slots=True)
+class _Head:
+    """A traceback whose exception has not come yet. ``joins``: the exception of its knot that it goes on from, or -1."""
 
     first: int
     indent: int
     link: str
+    joins: int = -1
+    frames: list[tuple[str, str, str]] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
 
 
-def _all(lines: Sequence[str], own: frozenset[int]) -> Iterator[Raised]:
-    """Every exception with a traceback, in order."""
-    link, number, after = ALONE, 0, -1
-    holds, opened = False, 0
+class _Title(NamedTuple):
+    """An exception's type and message, from the line ``at`` to ``last``."""
+
+    name: str
+    message: str
+    package: str
+    at: int
+    last: int
+
+
+def _all(lines: Sequence[str], own: frozenset[int]) -> Iterator[list[list[Raised]]]:
+    """Every exception with a traceback, in order: of each knot its parts, of which each hangs together."""
+    link, number, after, holds = ALONE, 0, -1, False
     while number < len(lines):
         line = lines[number]
-        if opened:  # several tracebacks began before the first had its exception: two ranks write line by line
-            opened -= 1
-            other = _python(lines, number, ALONE, own)
-            if other is not None and other[0].at - number <= FOREIGN_MAX:
-                yield from other
-                number, after, holds = other[-1].last + 1, other[-1].last, wraps(other[-1])
-            else:
-                opened = 0
-            continue
         if "above exception" in line:
             link = CAUSE if _CAUSE.search(line) else HANDLING if _HANDLING.search(line) else link
             number += 1
@@ -239,65 +281,130 @@ def _all(lines: Sequence[str], own: frozenset[int]) -> Iterator[Raised]:
             headless = after >= 0 and number - after <= 3 and holds and _FRAME.match(line)
             remote = _REMOTE.match(line)
             if remote is not None:
-                yield Raised(remote[1], line[remote.end() :].strip(), (), number, number, link, number)
+                yield [
+                    [Raised(remote[1], line[remote.end() :].strip(), (), number, number, link, number, "", (number,))]
+                ]
                 link, after, holds = ALONE, number, True
             if not headless:
                 number += 1
                 continue
         near = after >= 0 and number - after <= 4
         its = link or (INSIDE if holds and near else ALONE)
-        made = _java(lines, number, its) if java is not None else _python(lines, number, its, own)
-        if made is None:
-            number += 1
+        read = _java(lines, number, its) if java is not None else _Knot(lines, number, its, own).read()
+        parts, last = read
+        if not parts:
+            number = max(number, last) + 1
             continue
-        link, after = ALONE, made[-1].last
-        said = made[-1].message.split("\n", maxsplit=1)[-1]
-        holds = (wraps(made[-1]) and made[-1].name != REPORT) or any(
-            _HOLDS.search(one) for one in (said, *lines[made[-1].last + 1 : made[-1].last + 3])
+        newest = max((one for part in parts for one in part), key=lambda one: one.last)
+        link, after = ALONE, newest.last
+        said = newest.message.split("\n", maxsplit=1)[-1]
+        holds = (wraps(newest) and newest.name != REPORT) or any(
+            _HOLDS.search(one) for one in (said, *lines[newest.last + 1 : newest.last + 3])
         )
-        opened = _begun(lines, made[0]) - 1 if java is None else 0
-        if opened > 0:
-            made = [made[0]._replace(message=made[0].message.split("\n", maxsplit=1)[0], last=made[0].at)]
-        yield from made
-        number = made[-1].last + 1
+        yield parts
+        number = newest.last + 1
 
 
-def _begun(lines: Sequence[str], made: Raised) -> int:
-    """How many tracebacks began before this exception's line, its own included."""
-    return sum(_START.match(lines[number]) is not None for number in range(made.first, made.at))
+class _Knot:
+    """A traceback, with those that begin before it has its exception: several ranks write to one stream at once."""
 
+    def __init__(self, lines: Sequence[str], start: int, link: str, own: frozenset[int]) -> None:
+        self._lines, self._own = lines, own
+        self._heads: list[_Head] = []
+        self._titles: list[_Title] = []
+        self._newest = 0
+        opened = _START.match(lines[start])
+        self._open(start, _bare(opened["lead"] if opened else ""), link)
+        self._number = start + 1 if opened else start
 
-def _python(lines: Sequence[str], start: int, link: str, own: frozenset[int]) -> list[Raised] | None:
-    """One traceback with its exception; None where the exception is missing."""
-    opened = _START.match(lines[start])
-    lead = opened["lead"] if opened else lines[start]
-    indent = _indent(_bare(lead)) if opened else 0
-    frames: list[tuple[str, str, str]] = []
-    foreign = 0
-    number = start + 1 if opened else start
-    while number < len(lines) and foreign <= FOREIGN_MAX:
-        line = _bare(lines[number])
-        frame = _FRAME.match(lines[number])
-        if frame is not None:
-            frames.append((frame["file"], frame["line"], (frame["function"] or "").strip()))
-            foreign = 0
-        elif _START.match(lines[number]):
-            if number - start > TOGETHER_LINES or _alike(lines, number):
-                return None  # cut off, or said twice: another one begins
-        elif _indent(line) <= indent and line.strip():
-            found = _titled(line.strip(), sure=bool(frames))
-            if found is not None:
-                last, message = _message(lines, number, found[1], indent, own)
-                return [Raised(found[0], message, tuple(frames), start, last, link, number, found[2])]
-            foreign += 1
-        number += 1
-    return None
+    def read(self) -> tuple[list[list[Raised]], int]:
+        """Its exceptions, and the last line that was looked at."""
+        lines, foreign, link = self._lines, 0, ALONE
+        while self._number < len(lines) and len(self._titles) < len(self._heads) <= OPEN_MAX:
+            if foreign > (BETWEEN_MAX if self._titles else FOREIGN_MAX):
+                break
+            line, number = lines[self._number], self._number
+            bare = _bare(line)
+            frame, head = _FRAME.match(line), _START.match(line)
+            if frame is not None:
+                self._frame((frame["file"], frame["line"], (frame["function"] or "").strip()))
+                foreign = 0
+            elif head is not None:
+                self._open(number, _bare(head["lead"]), link)
+                link = ALONE
+            elif "above exception" in line:
+                link = CAUSE if _CAUSE.search(line) else HANDLING
+            elif not bare.strip() or _indent(bare) > self._heads[self._newest].indent:
+                self._heads[self._newest].rows.append(number)
+            elif self._title(bare.strip()):
+                foreign = 0
+            else:
+                foreign += 1
+            self._number += 1
+        return self._parts(), self._number - 1
 
+    def _open(self, number: int, lead: str, link: str) -> None:
+        joins = len(self._titles) - 1 if self._heads and link != ALONE else -1
+        self._heads.append(_Head(number, _indent(lead), link, joins, rows=[number]))
+        self._newest = len(self._heads) - 1
 
-def _alike(lines: Sequence[str], number: int) -> bool:
-    """Do two writers say the same here, line by line?"""
-    after = lines[number + 1 : number + 3]
-    return len(after) == 2 and after[0] == after[1]
+    def _frame(self, frame: tuple[str, str, str]) -> None:
+        """Give a frame to a traceback that has none; else to the newest, or where that has it already, to one that has not."""
+        waiting = range(len(self._titles), len(self._heads))
+        bare = next((place for place in waiting if not self._heads[place].frames), -1)
+        if bare >= 0:
+            self._newest = bare
+        elif self._newest not in waiting or frame in self._heads[self._newest].frames:
+            lack = (place for place in waiting if frame not in self._heads[place].frames)
+            self._newest = next(lack, self._newest if self._newest in waiting else waiting[0])
+        self._heads[self._newest].frames.append(frame)
+        self._heads[self._newest].rows.append(self._number)
+
+    def _title(self, line: str) -> bool:
+        """Take the line as an exception's type, if it may be one."""
+        lines, number = self._lines, self._number
+        waiting = self._heads[len(self._titles) :]
+        found = _titled(line, sure=any(head.frames for head in waiting))
+        if found is None:
+            return False
+        if not _is_type(found) and (self._titles or self._foreign(line)):
+            return False
+        last, message = _message(lines, number, found[1], waiting[0].indent, self._own, alone=len(waiting) == 1)
+        self._titles.append(_Title(found[0], message, found[2], number, last))
+        self._number = last
+        return True
+
+    def _foreign(self, line: str) -> bool:
+        """Is a line with a word and a colon another writer's, and not an exception of that name?"""
+        after = self._lines[self._number + 1 : self._number + 1 + FRAMES_GO_ON]
+        goes_on = next((one for one in after if _FRAME.match(one) or _START.match(one)), "")
+        return bool(_ANEW.match(line) or PROGRESS.search(line) or _FRAME.match(goes_on))
+
+    def _parts(self) -> list[list[Raised]]:
+        """The exceptions, those that hang together in one part. A traceback that was cut off before others began has none."""
+        begun = self._heads[len(self._heads) - len(self._titles) :] if self._titles else []
+        parts: list[list[Raised]] = []
+        part_of: list[int] = []
+        for head, title in zip(begun, self._titles, strict=True):
+            rows = (*(row for row in head.rows if row < title.at), *range(title.at, title.last + 1))
+            one = Raised(
+                title.name, self._whole(title), tuple(head.frames), head.first, title.last, head.link or begun[0].link,
+                title.at, title.package, rows,
+            )  # fmt: skip
+            if 0 <= head.joins < len(part_of):
+                parts[part_of[head.joins]].append(one)
+                part_of.append(part_of[head.joins])
+            else:
+                parts.append([one])
+                part_of.append(len(parts) - 1)
+        return parts
+
+    def _whole(self, title: _Title) -> str:
+        """A message, where another rank of the knot says the same and was not interrupted: all of it."""
+        alike = (
+            one.message for one in self._titles if one.name == title.name and one.message.startswith(title.message)
+        )
+        return max(alike, key=len, default=title.message)
 
 
 def _titled(line: str, *, sure: bool) -> tuple[str, str, str] | None:
@@ -318,8 +425,10 @@ def _titled(line: str, *, sure: bool) -> tuple[str, str, str] | None:
     return name, (found["message"] or "") if found["of"] else (found["message"] or "").strip(), package
 
 
-def _message(lines: Sequence[str], number: int, first: str, indent: int, own: frozenset[int]) -> tuple[int, str]:
-    """Where a message ends, and all of it."""
+def _message(
+    lines: Sequence[str], number: int, first: str, indent: int, own: frozenset[int], *, alone: bool
+) -> tuple[int, str]:
+    """Where a message ends, and all of it. ``alone``: no other traceback waits for its exception."""
     words, last = [first], number
     name = _NAME.match(_bare(lines[number]).strip())
     wrapper = name is not None and name["name"].rsplit(".", 1)[-1] in WRAPPERS
@@ -329,6 +438,8 @@ def _message(lines: Sequence[str], number: int, first: str, indent: int, own: fr
             break
         line = lines[number + offset]
         if number + offset in own and number not in own:
+            break
+        if not alone and (_typed(line) or _indent(line) > indent):
             break
         if _ends(line, _bare(line), indent) or (not wrapper and (not line.strip() or _RULED.match(line.strip()))):
             break
@@ -356,11 +467,23 @@ def _ends(line: str, bare: str, indent: int) -> bool:
     return bool(bare.strip()) and _indent(bare) < indent
 
 
-def _java(lines: Sequence[str], start: int, link: str) -> list[Raised] | None:
-    """A Java exception with its causes: the innermost comes last there, and first here."""
+def _typed(line: str) -> bool:
+    """Does an exception's type stand at its beginning?"""
+    found = _titled(line.strip(), sure=True)
+    return found is not None and _is_type(found)
+
+
+def _is_type(titled: tuple[str, str, str]) -> bool:
+    """Is it an exception's type wherever it stands: by its ending, or as a class of a package?"""
+    name, _, package = titled
+    return _TYPED.search(name) is not None or bool(package and name[0].isupper())
+
+
+def _java(lines: Sequence[str], start: int, link: str) -> tuple[list[list[Raised]], int]:
+    """A Java exception with its causes: the innermost comes last there, and first here. And its last line."""
     opened = _JAVA.match(lines[start].strip())
     if opened is None:
-        return None
+        return [], start
     made = [(opened["name"], opened["message"] or "")]
     number = start + 1
     while number < len(lines):
@@ -371,11 +494,12 @@ def _java(lines: Sequence[str], start: int, link: str) -> list[Raised] | None:
         elif not _JAVA_AT.match(line) and not re.match(r"^\s*\.\.\. \d+ (?:more|common frames)", line):
             break
         number += 1
+    rows = tuple(range(start, number))
     links = [
-        Raised(name.rsplit(".", 1)[-1], message, (), start, number - 1, CAUSE, start)
+        Raised(name.rsplit(".", 1)[-1], message, (), start, number - 1, CAUSE, start, "", rows)
         for name, message in reversed(made)
     ]
-    return [links[0]._replace(link=link), *links[1:]]
+    return [[links[0]._replace(link=link), *links[1:]]], number - 1
 
 
 def _bare(line: str) -> str:

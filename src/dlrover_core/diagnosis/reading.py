@@ -87,8 +87,8 @@ _FILE_HOST = re.compile(
 
 # mp.spawn's own words on whose exception it passes on.
 _SPAWNED = re.compile(r"\bProcess (\d{1,5}) (?:terminated with the following error|exited with error code)")
-# What a launcher does to the others.
-_SWEPT = (-15, -9, 143, 137)
+# With what an exception ends a process: by itself, or where the interpreter aborts in its wake.
+_RAISES = (*range(1, 128), -6, 134)
 
 
 class Spot(NamedTuple):
@@ -378,7 +378,7 @@ class _File:
                 continue
             own = frozenset(at for at, index in enumerate(indices) if _fronted(self.rows[index]))
             for chain in exceptions.chains([self.rows[index].body for index in indices], own):
-                rows = indices[chain.first : chain.last + 1]
+                rows = [indices[row] for row in chain.rows]
                 self._taken.update(rows)
                 moved = Chain(
                     tuple(
@@ -416,7 +416,7 @@ class _File:
     def _of_chains(
         self, chains: Sequence[tuple[Chain, list[int], Who]], ends: Sequence[launchers.Ended]
     ) -> Iterator[_Found]:
-        guilty = {(one.rank, one.host) for one in ends if one.code != 0 and one.code not in _SWEPT and one.rank >= 0}
+        guilty = {(one.rank, one.host) for one in ends if one.code in _RAISES and one.rank >= 0}
         places = {chain.links[-1].name for chain, _, its in chains if its.rank < 0 and not _passes_on(chain)}
         for chain, rows, its in chains:
             kept = rows[:TEXT_LINES_MAX] + rows[TEXT_LINES_MAX:][-TEXT_LINES_MAX:]
