@@ -242,6 +242,19 @@ def test_a_shard_is_of_one_epoch(play: Any) -> None:
     assert work._indices(Span(100, 104)) == (1, (0, 1, 2, 3))
 
 
+def test_two_datasets_of_one_name_in_a_process_are_refused_with_both_told(play: Any) -> None:
+    """They share the process's line; an agent would only see the first one."""
+
+    async def test(one: Stand) -> None:
+        line = await one.line()
+        with pytest.raises(
+            SpecError, match=r"^name: 'eval' of two .*100 samples, seed 7, .* has 100 samples, seed 5, .*another name"
+        ):
+            line.open(TERMS._replace(seed=5), 4)
+
+    play(test)
+
+
 def test_a_question_of_the_leader_is_answered_at_once(play: Any) -> None:
     """What is not handed out is given back, and never handed out after."""
 

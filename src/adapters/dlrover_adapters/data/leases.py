@@ -67,7 +67,7 @@ class LeaseLine:
                 "assign",
                 '"lease" needs an agent that hands out samples, and this process has none: start the script with dlrover-run',
             )
-        self.pid, self._opened, self._lost = os.getpid(), set[str](), dict[str, int]()
+        self.pid, self._opened, self._lost = os.getpid(), dict[str, Terms](), dict[str, int]()
         self._drawn: dict[str, int] = {}  # of the newest draw that was answered, its number
         self._numbers, self._lock = itertools.count(1), threading.Lock()
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -88,9 +88,16 @@ class LeaseLine:
 
     def open(self, terms: Terms, shard: int) -> None:
         """Draw from this dataset from now on. Raises `SpecError` where the job has another one of that name, `DataGone`."""
-        if terms.name not in self._opened:
+        known = self._opened.get(terms.name)
+        if known is None:
             self._ask({"op": "open", "terms": list(terms), "shard": shard})
-            self._opened.add(terms.name)
+            self._opened[terms.name] = terms
+        elif known != terms:
+            had, has = (f"{one}, epochs {one.epochs}" for one in (known, terms))
+            raise SpecError(
+                "name",
+                f"{terms.name!r} of two leased datasets in one process: one has {had}; the other has {has}: give it another name",
+            )
 
     def draw(self, dataset: str, most: int, acked: Sequence[Span] = (), within_s: float = WAIT_S) -> Span | Wait | None:
         """The next positions, ``most`` at most, after ``acked`` were used; None: all of the data were used. Raises `DataGone`.
