@@ -186,7 +186,7 @@ class Audit:
             self._sets = sets_of(fact.spec)
             for one in self._of.values():
                 one.new_run()
-        elif isinstance(fact, shards.DatasetRegistered) and fact.assignment != shards.LEASE:
+        elif isinstance(fact, shards.DatasetRegistered) and fact.assignment not in shards.LEASES:
             self._set(fact.group).terms[fact.name] = shards.Terms(*fact[1:])
         elif isinstance(fact, RangeQuarantined):
             why = f"{fact.signature}, {count(fact.strikes, 'time')}, incident {fact.incident}"

@@ -6,9 +6,14 @@ workers in shards. What a node that ends had not acknowledged is free again; as 
 it goes to others before anything new. The dataset has ended when every position is acknowledged, and not before: a
 position that is held may still come back.
 
-Acknowledgements are the authority (``lineage="server"``: what was learnt lives with servers, and outlives workers). A worker
+With ``lineage="server"`` acknowledgements are the authority: what was learnt lives with servers, and outlives workers. A worker
 that dies between using a sample and acknowledging it makes the sample be used again. Such positions are *repeated*, perhaps, and
 the log names them.
+
+With ``lineage="model"`` the restored model is the authority. A position is acknowledged once a rank of this generation has taken
+it, for whatever becomes of the rank, its death ends the generation. The next generation resumes from a state, and rank 0's node
+says which positions that state was trained on (`LeasesRestored`): these are acknowledged, and all others are free again. From
+the moment that a world forms until then nothing is granted, and words of earlier generations are not heard.
 """
 
 from __future__ import annotations
@@ -20,9 +25,11 @@ from typing import NamedTuple
 
 from dlrover_core.data.ranges import POSITION_MAX, Ranges
 from dlrover_core.job.names import group_of
-from dlrover_core.job.shards import LEASE, DatasetRegistered, Terms
+from dlrover_core.job.shards import LEASE, LEASES, MODEL_LEASE, DatasetRegistered, Terms
+from dlrover_core.job.world import WorldFormed
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.state import LATER
 from dlrover_core.kernel.wire import command, part
 
 SPANS_MAX = 1_024
@@ -101,6 +108,40 @@ class LeaseRecalled(NamedTuple):
     to: str
 
 
+@event(58)
+class LeasesRestored(NamedTuple):
+    """The ledger of a dataset begins anew with the state that a generation resumed from.
+
+    group:      of nodes that share the dataset
+    dataset:    its name
+    node:       of rank 0, which says so
+    generation: the one that resumed
+    of:         the generation that had made the state; 0: training began anew
+    step:       of the state
+    spans:      the positions that the state was trained on, packed; all others are free
+    """
+
+    group: str
+    dataset: str
+    node: str
+    generation: int
+    of: int
+    step: int
+    spans: bytes
+
+
+@command(30, since=5)
+class RestoreLeases(NamedTuple):
+    """The node of rank 0: its ranks have resumed from a state. Fields as in `LeasesRestored`."""
+
+    node: str
+    generation: int
+    dataset: str
+    of: int
+    step: int
+    spans: bytes
+
+
 @command(25, since=5)
 class ReportRepeated(NamedTuple):
     """A node: a worker ended with these positions in hand, and did not acknowledge them; the node hands them out again.
@@ -142,6 +183,9 @@ class LeaseTold(NamedTuple):
     recall:   number of the question that ``recalled`` is; 0: none
     recalled: so many positions the node is to give back, of those that it has not handed out
     finished: all positions of all epochs are acknowledged
+    assignment: as of `DatasetRegistered`
+    generation: with ``lineage="model"``, the one that ``spans`` are of; 0: it has not said yet where it resumed, so that
+                nothing is held
     """
 
     name: str
@@ -154,11 +198,13 @@ class LeaseTold(NamedTuple):
     recall: int = 0
     recalled: bytes = b""
     finished: bool = False
+    assignment: str = LEASE
+    generation: int = 0
 
     @property
     def terms(self) -> Terms:
         """As it was registered."""
-        return Terms(*self[:6], 0, LEASE)
+        return Terms(*self[:6], 0, self.assignment)
 
 
 @part(15)
@@ -178,6 +224,7 @@ class HearLease(NamedTuple):
     recall:  the question that ``yielded`` answers; 0: none
     yielded: positions that it gives back, packed
     share:   it may have a part of what is free, one in so many
+    generation: the one that the node speaks of, as of `LeaseTold`
     """
 
     node: str
@@ -189,6 +236,7 @@ class HearLease(NamedTuple):
     recall: int
     yielded: bytes
     share: int
+    generation: int = 0
 
 
 class RecallLease(NamedTuple):
@@ -243,11 +291,12 @@ class Leased:
     held:     leases, by node
     recalled: questions to slow nodes, by node
     repeated: positions that may have been used more than once, the first `REPEATED_SPANS_MAX` ranges
-    again:    how many they are, counted each time
+    again:    how many they are, counted each time; with ``lineage="model"``, samples that were taken again after roll-backs
     returns:  how often a lease was given back, or a worker's shards were handed out again
     changed:  the newest record that agents are told something by
     began_at: when it was registered, microseconds
     acked_at: when the newest positions were acknowledged
+    generation: with ``lineage="model"``, the one that has said where it resumed and trains; 0: none
     """
 
     terms: Terms
@@ -261,6 +310,16 @@ class Leased:
     changed: int = 0
     began_at: int = 0
     acked_at: int = 0
+    generation: int = field(default=0, metadata=LATER)
+
+    @property
+    def of_model(self) -> bool:
+        """Does the restored model say what was used?"""
+        return self.terms.assignment == MODEL_LEASE
+
+    def hears(self, generation: int) -> bool:
+        """Do words of this generation count, and may its nodes be granted positions?"""
+        return generation == self.generation and (generation > 0 or not self.of_model)
 
     @property
     def total(self) -> int:
@@ -269,8 +328,8 @@ class Leased:
 
     @property
     def finished(self) -> bool:
-        """Is every position acknowledged?"""
-        return self.acked == ((0, self.total),)
+        """Is every position acknowledged, and of a running generation?"""
+        return self.acked == ((0, self.total),) and (self.generation > 0 or not self.of_model)
 
     def lease(self, node: str) -> Lease:
         """A node's lease; an empty one where it has none."""
@@ -337,7 +396,7 @@ def _without(spans: Spans, less: Spans) -> Spans:
 
 
 def _on_registered(slice_: LeaseSlice, fact: DatasetRegistered, record: Record) -> None:
-    if fact.assignment != LEASE:
+    if fact.assignment not in LEASES:
         return
     datasets, terms = slice_.groups.setdefault(fact.group, {}), Terms(*fact[1:])
     if fact.name not in datasets:
@@ -382,6 +441,28 @@ def _on_recalled(slice_: LeaseSlice, fact: LeaseRecalled, record: Record) -> Non
     leased.changed = record.seq
 
 
+def _on_formed(slice_: LeaseSlice, fact: WorldFormed, record: Record) -> None:
+    """Of a set whose model is restored: what its nodes held is free, and nothing is granted before its ranks have resumed."""
+    for leased in slice_.of(fact.group).values():
+        if leased.of_model:
+            _begin_anew(leased, leased.acked, record)
+            leased.generation = 0
+
+
+def _on_restored(slice_: LeaseSlice, fact: LeasesRestored, record: Record) -> None:
+    leased, spans = slice_.groups[fact.group][fact.dataset], spans_of(fact.spans)
+    leased.again += sum(end - start for start, end in _without(leased.acked, spans))
+    _begin_anew(leased, spans, record)
+    leased.generation = fact.generation
+
+
+def _begin_anew(leased: Leased, acked: Spans, record: Record) -> None:
+    leased.acked, leased.free = acked, _without(((0, leased.total),), acked)
+    leased.held.clear()
+    leased.recalled.clear()
+    leased.changed = record.seq
+
+
 def _forget(leased: Leased, node: str, record: Record) -> None:
     """The node holds nothing any more."""
     leased.held.pop(node, None)
@@ -390,8 +471,10 @@ def _forget(leased: Leased, node: str, record: Record) -> None:
 
 
 FACTS = Facts(
-    kinds=(LeaseGranted, LeaseAcked, LeaseReturned, LeaseRecalled),
+    kinds=(LeaseGranted, LeaseAcked, LeaseReturned, LeaseRecalled, LeasesRestored),
     evolve={
+        WorldFormed: _on_formed,
+        LeasesRestored: _on_restored,
         DatasetRegistered: _on_registered,
         LeaseGranted: _on_granted,
         LeaseAcked: _on_acked,

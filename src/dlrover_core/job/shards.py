@@ -21,8 +21,10 @@ from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
 from dlrover_core.kernel.wire import command, part
 
-CURSOR, LEASE = "cursor", "lease"
-ASSIGNMENTS = (CURSOR, LEASE)
+CURSOR, LEASE, MODEL_LEASE = "cursor", "lease", "lease-model"
+"""By arithmetic; by leases, where acknowledgements count; by leases, where what a restored model was trained on counts."""
+LEASES = (LEASE, MODEL_LEASE)
+ASSIGNMENTS = (CURSOR, *LEASES)
 DATASETS_MAX = 16
 """Datasets of one set. A message's array has 64 places."""
 TEXT_MAX = 128
@@ -228,7 +230,7 @@ class ShardSlice(Coupled):
 
 
 def _on_registered(slice_: ShardSlice, fact: DatasetRegistered, record: Record) -> None:
-    if fact.assignment == LEASE:
+    if fact.assignment in LEASES:
         return  # `job.leases` has it: acknowledgements say what was consumed, and no cut does
     ledger, terms = slice_.ledgers.setdefault(fact.group, Ledger()), Terms(*fact[1:])
     known = ledger.datasets.get(fact.name)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from dlrover_core.data.quota import KEEP
-from dlrover_core.data.ranges import POSITION_MAX, Ranges
+from dlrover_core.data.ranges import FRAGMENTS_MAX, POSITION_MAX, Ranges
 from dlrover_core.errors import Refused, SpecError
 from dlrover_core.job import leases, nodes, world
 from dlrover_core.job.leases import (
@@ -24,15 +24,17 @@ from dlrover_core.job.leases import (
     LeaseRecalled,
     LeaseReturned,
     Leases,
+    LeasesRestored,
     LeaseTold,
     RecallLease,
     ReportAcked,
     ReportRepeated,
+    RestoreLeases,
     ReturnLease,
     spans_of,
 )
 from dlrover_core.job.names import group_of
-from dlrover_core.job.shards import DATASETS_MAX, LEASE, DatasetRegistered, Terms
+from dlrover_core.job.shards import DATASETS_MAX, LEASES, MODEL_LEASE, DatasetRegistered, Terms
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Rules, Telling, Tells, always
 from dlrover_core.kernel.events import Event, Record
@@ -63,12 +65,17 @@ def register(state: JobState, node: str, terms: Terms) -> Iterator[Event]:
     datasets, terms = state.leases.of(group), terms._replace(global_batch=0, last=KEEP)
     known = datasets.get(terms.name)
     if known is not None:
-        if not (known.terms.same(terms) and known.terms.epochs == terms.epochs):
-            had, has = (f"{one}, epochs {one.epochs}" for one in (known.terms, terms))
+        if known.terms != terms:
+            had, has = (f"{one}, {one.assignment}, epochs {one.epochs}" for one in (known.terms, terms))
             raise Refused(f"dataset {terms.name!r} is registered with {had}; this one has {has}: give it another name")
         return
     if len(datasets) >= DATASETS_MAX:
         raise Refused(f"{group} has {DATASETS_MAX} leased datasets already: mix several into one")
+    if terms.assignment == MODEL_LEASE and (state.set_of(node) != group or len(state.sets.groups(group)) > 1):
+        raise Refused(
+            f'lineage: "model" of dataset {terms.name!r}: the nodes of {group} do not restore one model together, as their '
+            f'coupling set is {state.set_of(node)}; give lineage="server", or couple the nodes of this one group'
+        )
     if terms.size * terms.epochs > POSITION_MAX:
         raise Refused(f"epochs: {terms.epochs} of {terms.size} samples are more than 2**62 positions: give fewer")
     yield DatasetRegistered(group, *terms)
@@ -77,7 +84,7 @@ def register(state: JobState, node: str, terms: Terms) -> Iterator[Event]:
 def _hear(state: JobState, command: HearLease, now: int) -> Iterator[Event]:
     """What a node's workers have used, what it gives back, and what it is granted."""
     leased = state.leases.find(command.node, command.dataset)
-    if leased is None:
+    if leased is None or not leased.hears(command.generation):
         return
     group, held = group_of(command.node), Ranges(leased.lease(command.node).spans)
     acked = Ranges.unpack(command.acked) & held
@@ -109,7 +116,7 @@ def _grant(state: JobState, leased: Leased, command: HearLease) -> Iterator[Even
 def _recall(state: JobState, command: RecallLease, now: int) -> Iterator[Event]:
     """Ask a node for the end of its lease. Nothing moves before its agent has said what it has not handed out."""
     leased = state.leases.find(command.node, command.dataset)
-    if leased is None or leased.free or command.node in leased.recalled:
+    if leased is None or leased.free or command.node in leased.recalled or not leased.hears(leased.generation):
         return
     held = Ranges(leased.lease(command.node).spans)
     _, last = held.take(held.count - command.many)
@@ -125,7 +132,7 @@ def _repeated(state: JobState, command: ReportRepeated, now: int) -> Iterator[Ev
     if leased is None:
         raise Refused(f"{group_of(command.node)} has no leased dataset {command.dataset!r}")
     told = _unpacked(command.spans)
-    if told and told.last < leased.total:
+    if told and told.last < leased.total and not leased.of_model:
         why = command.why[: leases.WHY_MAX]
         yield LeaseReturned(group_of(command.node), command.dataset, command.node, NOTHING, told.pack(), why)
 
@@ -151,14 +158,34 @@ def _return(state: JobState, command: ReturnLease, now: int) -> Iterator[Event]:
         yield LeaseReturned(group_of(command.node), command.dataset, command.node, held.pack(), NOTHING, why)
 
 
-def _unpacked(spans: bytes) -> Ranges:
+def _restore(state: JobState, command: RestoreLeases, now: int) -> Iterator[Event]:
+    """The ledger begins anew, once in a generation, by the word of rank 0's node."""
+    slots.present(state, command.node)
+    current, group = state.world.of(command.node), group_of(command.node)
+    leased = state.leases.find(command.node, command.dataset)
+    if leased is None or not leased.of_model:
+        raise Refused(f"{group} has no leased dataset {command.dataset!r} that is restored with a model")
+    if not current.active or current.generation != command.generation or current.places.get(command.node) != 0:
+        raise Refused(f"{command.node} does not run rank 0 of a running generation {command.generation}")
+    if not 0 <= command.of < command.generation or command.step < 0:
+        raise Refused(f"no state is like this: step {command.step} of generation {command.of}")
+    trained = _unpacked(command.spans, FRAGMENTS_MAX)
+    if trained and trained.last >= leased.total:
+        raise Refused(f"spans: position {trained.last}; dataset {command.dataset!r} has {leased.total}")
+    if leased.generation == command.generation:
+        raise Refused(f"generation {command.generation} has said already where {command.dataset!r} goes on")
+    spans = trained.pack()
+    yield LeasesRestored(group, command.dataset, command.node, command.generation, command.of, command.step, spans)
+
+
+def _unpacked(spans: bytes, most: int = SPANS_MAX) -> Ranges:
     """Raises `Refused`."""
     try:
         told = Ranges.unpack(spans)
     except SpecError as wrong:
         raise Refused(f"spans: {wrong}") from wrong
-    if len(told) > SPANS_MAX:
-        raise Refused(f"spans: {len(told)} ranges: {SPANS_MAX} at most are told at once")
+    if len(told) > most:
+        raise Refused(f"spans: {len(told)} ranges: {most} at most are told at once")
     return told
 
 
@@ -166,13 +193,16 @@ def _unpacked(spans: bytes) -> Ranges:
 
 
 def _on_end(state: JobState, fact: world.Ended, record: Record) -> Iterator[Event]:
-    """Nobody works on the node's positions any more: others do. A node that leaves by plan is waited for."""
+    """Nobody works on the node's positions any more: others do. A node that leaves by plan is waited for.
+
+    Where a model is restored, the end of a node is that of its generation, and the next one begins with what it restores.
+    """
     if isinstance(fact, nodes.NodeReleased) and fact.reason in nodes.BY_PLAN:
         return
     group = group_of(fact.node)
     for name, leased in state.leases.of(group).items():
         spans = leased.lease(fact.node).spans
-        if spans:
+        if spans and not leased.of_model:
             packed = Ranges(spans).pack()
             yield LeaseReturned(group, name, fact.node, packed, packed, _ENDS[type(fact)])
 
@@ -205,7 +235,13 @@ def _telling(state: JobState, group: str, key: tuple[tuple[int, ...], ...]) -> T
 
 def _told(leased: Leased, node: str) -> LeaseTold:
     lease, asked = leased.lease(node), leased.recalled.get(node)
-    told = LeaseTold(*leased.terms[:6], spans=_packed(lease.told), finished=leased.finished)
+    told = LeaseTold(
+        *leased.terms[:6],
+        spans=_packed(lease.told),
+        finished=leased.finished,
+        assignment=leased.terms.assignment,
+        generation=leased.generation,
+    )
     return told._replace(recall=asked.number, recalled=_packed(asked.spans)) if asked is not None else told
 
 
@@ -220,7 +256,7 @@ def _ends_something(state: JobState, fact: LeaseAcked) -> bool:
 
 
 def _leased(_state: JobState, fact: DatasetRegistered) -> bool:
-    return fact.assignment == LEASE
+    return fact.assignment in LEASES
 
 
 def _alarm(fact: LeaseReturned) -> str:
@@ -239,6 +275,7 @@ RULES = Rules(
         ReportRepeated: _repeated,
         ReportAcked: _acked,
         ReturnLease: _return,
+        RestoreLeases: _restore,
     },
     react=_ON_END,
     levels={
@@ -246,6 +283,7 @@ RULES = Rules(
         LeaseGranted: always,
         LeaseReturned: always,
         LeaseRecalled: always,
+        LeasesRestored: always,
         LeaseAcked: _ends_something,
     },
     tells=Tells(_key, _telling),

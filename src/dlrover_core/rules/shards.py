@@ -31,7 +31,7 @@ def _telling(state: JobState, group: str, known: tuple[Terms, ...]) -> Telling:
 def _register(state: JobState, command: RegisterDataset, now: int) -> Iterator[Event]:
     """Register a dataset. A repetition, whether it knows the global batch or not, leaves no record; another one is refused."""
     terms = Terms(*command[2:])
-    if terms.assignment == shards.LEASE:
+    if terms.assignment in shards.LEASES:
         _bounded(terms)
         yield from leases.register(state, command.node, terms)
     else:
@@ -126,7 +126,7 @@ def _on_restored(state: JobState, fact: Restored, record: Record) -> Iterator[Ev
 
 
 def _by_cursor(_state: JobState, fact: DatasetRegistered) -> bool:
-    return fact.assignment != shards.LEASE
+    return fact.assignment not in shards.LEASES
 
 
 def _alarm(fact: LedgerBroken) -> str:

@@ -53,6 +53,7 @@ class Ask(NamedTuple):
     acked:   positions that its workers have used and that it holds by its order, packed
     recall:  the newest question to give positions back that it has answered; 0: none
     yielded: the answer: positions that it never hands out, packed
+    generation: the one that it speaks of, as of `LeaseTold`
     """
 
     dataset: str
@@ -64,6 +65,7 @@ class Ask(NamedTuple):
     acked: bytes = NOTHING
     recall: int = 0
     yielded: bytes = NOTHING
+    generation: int = 0
 
 
 @part(14)
@@ -104,7 +106,7 @@ class Leasing(Levels):
         pressing = False
         for ask in self._asks[node].values():
             leased = state.leases.find(node, ask.dataset)
-            if leased is not None and self._presses(leased, node, ask):
+            if leased is not None and leased.hears(ask.generation) and self._presses(leased, node, ask):
                 self._pressing.add((node, ask.dataset))
                 pressing = True
         return pressing
@@ -137,7 +139,10 @@ class Leasing(Levels):
                 asks = {
                     node: found[name]
                     for node, found in self._asks.items()
-                    if name in found and group_of(node) == group and node in state.nodes.nodes
+                    if name in found
+                    and leased.hears(found[name].generation)
+                    and group_of(node) == group
+                    and node in state.nodes.nodes
                 }
                 sharers = sum(bool(ask.aim) or node in leased.held for node, ask in asks.items())
                 frees = any(_answers(leased, node, ask) for node, ask in asks.items())
@@ -150,9 +155,8 @@ class Leasing(Levels):
                         share, waiting = waiting, waiting - 1
                     if news or waits:
                         self._acked_at[node, name] = now_us
-                        yield HearLease(
-                            node, name, ask.aim, ask.least, ask.rate, ask.acked, ask.recall, ask.yielded, share
-                        )
+                        said = ask.aim, ask.least, ask.rate, ask.acked, ask.recall, ask.yielded
+                        yield HearLease(node, name, *said, share, ask.generation)
                 if not leased.free:
                     for one in _recalls(leased, asks):
                         if now_us - self._recalled_at.get((one.node, name), -RECALL_EVERY_US) >= RECALL_EVERY_US:

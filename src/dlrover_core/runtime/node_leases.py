@@ -3,6 +3,7 @@
 Of what the node holds by its order, a position is *to do*, in the *hands* of a worker, *acknowledged*, or *given back*
 because the leader has asked for it. The node keeps an acknowledgement, and a position that it gave back, until its order
 shows that the leader knows. So nothing is lost with a leader, and no position is handed out after it was given back.
+With ``lineage="model"`` all of it begins anew with each generation.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from dlrover_core.data.ranges import Ranges, Span
 from dlrover_core.job.leases import KILO, RATE_MAX, SPANS_MAX, LeaseTold, spans_of
+from dlrover_core.job.shards import MODEL_LEASE
 from dlrover_core.runtime.leasing import Ask
 
 LEASE_S = 20.0
@@ -61,28 +63,39 @@ class Pace:
 class NodeLeases:
     """One dataset. Sessions are whoever holds shards: any hashable name; one that is gone is never used again.
 
-    ``finished``: all of it is used, wherever; ``shard``: the largest shard that a session has asked for.
+    ``finished``: all of it is used, wherever; ``shard``: the largest shard that a session has asked for. ``of_model``: its
+    lineage is a model's; ``generation``: the one that it is leased to, as of `LeaseTold`.
     """
 
     def __init__(self, name: str) -> None:
         self.name, self.finished, self.shard = name, False, 1
+        self.of_model, self.generation = False, 0
         self.sessions: set[Hashable] = set()
+        self._pace = Pace()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Nothing is held."""
         self._held, self._acked, self._yielded = Ranges(), Ranges(), Ranges()
         self._recall, self._size = 0, 1
         self._acks: list[Span] = []
         self._todo: deque[Span] = deque()
         self._left = 0
         self._hands: dict[int, Hand] = {}
-        self._pace = Pace()
-        self._told: tuple[bytes, int, bool] = (b"", 0, False)
+        self._runs: dict[Hashable, int] = {}
+        self._told: tuple[bytes, int, bool, int] = (b"", 0, False, 0)
 
     # ---- the leader's word
 
     def told(self, said: LeaseTold) -> None:
         """What an order says of this dataset."""
-        news = (said.spans, said.recall, said.finished)
+        news = (said.spans, said.recall, said.finished, said.generation)
+        self.of_model = said.assignment == MODEL_LEASE
         if news == self._told:
             return
+        if said.generation != self.generation:
+            self._begin_anew()
+            self.generation = said.generation
         self._told, self.finished, self._size = news, said.finished, said.size
         self._held = Ranges(spans_of(said.spans))
         if not said.recall:
@@ -97,11 +110,21 @@ class NodeLeases:
 
     # ---- workers
 
+    def serves(self, generation: int) -> bool:
+        """May workers of this generation draw, and do their words count?"""
+        return not self.of_model or 0 < generation == self.generation
+
     def draw(self, session: Hashable, most: int, now_s: float) -> Span | None:
-        """Hand the lowest positions out, of one epoch, ``most`` at most; None: there are none now."""
+        """Hand the lowest positions out, of one epoch, ``most`` at most; None: there are none now.
+
+        With ``lineage="model"``, those that follow on what the session had last: what a rank was trained on is saved with every
+        state, and is to be few ranges.
+        """
         self._pace.begin(now_s)
         if not self._todo:
             return None
+        if self.of_model:
+            self._bring_forward(session, most)
         first = self._todo.popleft()
         epoch_end = first.start - first.start % self._size + self._size
         taken = Span(first.start, min(first.end, epoch_end, first.start + most))
@@ -109,7 +132,37 @@ class NodeLeases:
             self._todo.appendleft(Span(taken.end, first.end))
         self._left -= taken.end - taken.start
         self._hands[taken.start] = Hand(taken.end, session)
+        if self.of_model:
+            self._runs[session] = taken.end
         return taken
+
+    def _bring_forward(self, session: Hashable, most: int) -> None:
+        """Put the positions that a session goes on with first; where it cannot go on, the second half of the longest range."""
+        at = self._runs.get(session, -1)
+        place = next((n for n, span in enumerate(self._todo) if span.start == at), -1)
+        if place < 0:
+            place = max(range(len(self._todo)), key=lambda n: self._todo[n].end - self._todo[n].start)
+            span = self._todo[place]
+            half = (span.end - span.start) // (2 * most) * most
+            if half and span.start in self._runs.values():  # another session goes on there
+                self._todo[place] = Span(span.start, span.start + half)
+                self._todo.appendleft(Span(span.start + half, span.end))
+                return
+        span = self._todo[place]
+        del self._todo[place]
+        self._todo.appendleft(span)
+
+    def claim(self, span: Span, session: Hashable, now_s: float) -> bool:
+        """A rank takes these, which a session has in hand; False: it has not, so others use them."""
+        for start, hand in self._hands.items():
+            if start <= span.start and span.end <= hand.end and hand.session == session:
+                del self._hands[start]
+                for left in (Span(start, span.start), Span(span.end, hand.end)):
+                    if left.start < left.end:
+                        self._hands[left.start] = Hand(left.end, session)
+                self._used(span, now_s)
+                return True
+        return False
 
     def ack(self, span: Span, now_s: float) -> None:
         """These were used, whoever says so. What this node does not hold is not counted."""
@@ -120,6 +173,9 @@ class NodeLeases:
                 self._hands[span.end] = hand
         elif not self._take_from_hands(span):
             return
+        self._used(span, now_s)
+
+    def _used(self, span: Span, now_s: float) -> None:
         self._pace.count(span.end - span.start, now_s)
         self._acks.append(span)
         if len(self._acks) >= ACKS_JOINED:
@@ -142,6 +198,7 @@ class NodeLeases:
     def gone(self, session: Hashable) -> Ranges:
         """A worker is no more: what it had is handed out again, and is returned: it may be used twice."""
         self.sessions.discard(session)
+        self._runs.pop(session, None)
         had = Ranges((start, hand.end) for start, hand in self._hands.items() if hand.session == session)
         for span in [start for start, hand in self._hands.items() if hand.session == session]:
             del self._hands[span]
@@ -171,6 +228,7 @@ class NodeLeases:
             acked=acked.pack(),
             recall=self._recall,
             yielded=self._yielded.pack(),
+            generation=self.generation,
         )
 
     @property

@@ -41,7 +41,15 @@ def _recalled(fact: leases.LeaseRecalled) -> str:
     return f"{fact.node} is to give up to {_many(fact.spans)} of {fact.dataset!r} back, for {fact.to}"
 
 
+def _restored(fact: leases.LeasesRestored) -> str:
+    state = f"step {fact.step} of generation {fact.of}" if fact.of else "nothing"
+    trained = f"{_many(fact.spans)} of {fact.dataset!r} are in the model: {ranges_said(fact.spans)}"
+    goes_on = trained if leases.spans_of(fact.spans) else f"no sample of {fact.dataset!r} is in the model"
+    return f"generation {fact.generation} goes on from {state}, and {goes_on}; all others are free"
+
+
 WORDS: Words = {
+    leases.LeasesRestored: _restored,
     leases.LeaseGranted: _granted,
     leases.LeaseAcked: _acked,
     leases.LeaseReturned: _returned,

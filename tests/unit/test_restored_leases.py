@@ -1,0 +1,431 @@
+"""Leases of a model that is restored: each sample is in its lineage once, whatever dies, and planted bugs are found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from random import Random
+from typing import Any
+from unittest import mock
+
+import pytest
+from drive import Drive
+
+from dlrover_core.data.ranges import Ranges, Span
+from dlrover_core.data.trained import RanksMissing, Trained, joined, pack, unpack
+from dlrover_core.errors import SpecError
+from dlrover_core.job import leases
+from dlrover_core.job.leases import Leased, Leases, LeasesRestored, RecallLease, RestoreLeases
+from dlrover_core.job.nodes import ReportLeft
+from dlrover_core.job.operations import DrainNode
+from dlrover_core.job.shards import MODEL_LEASE, RegisterDataset
+from dlrover_core.kernel.engine import Accepted
+from dlrover_core.rules.desired import desired
+from dlrover_core.runtime.leasing import LeaseBeat, Leasing
+from dlrover_core.runtime.levels import Beat
+from dlrover_core.runtime.node_leases import NodeLeases
+from dlrover_core.spec import GroupSpec
+from dlrover_core.testing import restored_leases
+from dlrover_core.testing.restored_leases import NAME, SOURCE, Node, Rank, States
+
+TICK_S, MOST_TICKS = 0.1, 4_000
+SIZE, EPOCHS, SHARD = 300, 2, 4
+
+
+class Play:
+    """Three nodes, two ranks each, at paces of their own; a seed says who dies when, and which states are there to restore."""
+
+    def __init__(self, seed: int, *, strikes: int = 6) -> None:
+        self.random, self.states = Random(seed), States()
+        self.drive = Drive(nodes_min=2, nodes_max=3, nproc=2, relaunch_max=50, max_restarts=100).up()
+        self.leasing = Leasing()
+        self.nodes = {name: Node(name, self.states, shard=SHARD) for name in self.drive.state.nodes.nodes}
+        self.drive.do(RegisterDataset("worker-0-0", 1, NAME, SIZE, 7, "shuffled", SOURCE, EPOCHS, 0, MODEL_LEASE))
+        self.strikes = sorted(self.random.uniform(0, SIZE * EPOCHS / 60) for _ in range(strikes))
+        self.late: list[tuple[str, LeaseBeat]] = []
+        self.said: list[RestoreLeases] = []
+        self.ticks = self.started = 0
+
+    @property
+    def leased(self) -> Leased:
+        """The dataset, as the log has it."""
+        return self.drive.state.leases.of("worker")[NAME]
+
+    @property
+    def running(self) -> list[Node]:
+        """The nodes of the newest world."""
+        return [self.nodes[name] for name in self.drive.members]
+
+    def play(self) -> Play:
+        """Until all ranks of the newest generation have heard the end."""
+        while not self._over():
+            self.ticks += 1
+            assert self.ticks < MOST_TICKS, f"it does not end: {self.leased}"
+            self.drive.now += round(TICK_S * 1e6)
+            while self.strikes and self.strikes[0] <= self.ticks * TICK_S:
+                self.strikes.pop(0)
+                self._strike()
+            self._tick()
+            assert not list(self.drive.state.leases.check())
+        assert "CommandFailed" not in self.drive.names(self.drive.records)
+        return self
+
+    def _over(self) -> bool:
+        world = self.drive.world
+        ranks = [rank for node in self.running for rank in node.ranks if node.generation == world.generation]
+        return len(ranks) == 2 * len(self.running) > 0 and not any(rank.busy for rank in ranks)
+
+    def _tick(self) -> None:
+        now_s = self.ticks * TICK_S
+        for name, node in self.nodes.items():
+            starved = node.work(now_s)
+            if any(rank.heard_end for rank in node.ranks) and node.generation == self.leased.generation:
+                assert self.leased.finished, "a rank heard of an end too soon"
+            if starved or self.random.random() < 0.2:
+                self._say(name, node.beat(now_s))
+        for command in list(self.leasing.findings(self.drive.state, self.drive.now)):
+            self.drive.do(command)
+        if self.random.random() < 0.2:
+            names = sorted(self.nodes)
+            self.drive.do(RecallLease(self.random.choice(names), NAME, self.random.randrange(1, SIZE), names[0]))
+        if self.said and self.random.random() < 0.3:
+            said = self.random.choice(self.said)  # said again until the leader knows it, and once more
+            self.drive.do(said)
+        world = self.drive.world
+        if world.active and world.generation != self.started:
+            self.started = world.generation
+            self.drive.run(1)
+        for name in list(self.nodes):
+            if self.random.random() < 0.5:
+                self._order(name)
+
+    def _order(self, name: str) -> None:
+        order, node = desired(self.drive.state).orders.get(name), self.nodes[name]
+        if order is None:
+            return
+        node.ordered(order.part(Leases))
+        work = order.work
+        if not work.generation or work.generation == node.generation or name not in self.drive.members:
+            return
+        if self.random.random() < 0.7:
+            return  # its workers of before are not dead yet
+        if work.generation not in self.states.bases:
+            self._resume(work.generation, work.world_size)
+        if work.first_rank == 0:
+            (of, step), _, base = self.states.bases[work.generation]
+            self.said = [*self.said[-1:], RestoreLeases(name, work.generation, NAME, of, step, base.pack())]
+        slow = 1 / 3 if work.first_rank == 2 else 1
+        node.start(work.generation, [(work.first_rank + at, 15.0 * slow / (1 + at)) for at in range(work.nproc)])
+
+    def _resume(self, generation: int, world: int) -> None:
+        """The newest state that is whole; sometimes an older one, as memory and storage may fail."""
+        whole = [(0, 0), *self.states.whole()]
+        back = self.random.randrange(3) if self.random.random() < 0.3 else 0
+        self.states.resume(generation, world, whole[max(0, len(whole) - 1 - back)])
+
+    def _say(self, node: str, said: LeaseBeat) -> None:
+        if self.random.random() < 0.3:
+            self.late.append((node, said))  # it comes again later, perhaps of a generation before
+        if self.random.random() < 0.8:
+            self._hear(node, said)
+        if self.late and self.random.random() < 0.2:
+            self._hear(*self.late.pop(self.random.randrange(len(self.late))))
+
+    def _hear(self, node: str, said: LeaseBeat) -> None:
+        if node in self.drive.state.nodes.nodes:
+            self.leasing.heard(self.drive.state, node, Beat(1, 1, 0, (said,)))
+
+    def _strike(self) -> None:
+        kind = self.random.choice(("worker", "worker", "node", "leave", "master", "loader"))
+        if kind == "master":
+            self.drive.take_over()
+            self.leasing = Leasing()
+            return
+        running = [node for node in self.running if node.ranks and node.generation == self.drive.world.generation]
+        if not running:
+            return
+        node = self.random.choice(running)
+        if kind == "loader":
+            node.loader_dies(self.random)
+        elif kind == "worker":
+            rank = node.ranks.pop(self.random.randrange(len(node.ranks)))
+            node.leases.gone(rank.session)  # in the other ranks of the node there is life for a while
+            self.drive.exit(node.node, rank.rank)
+        else:
+            self._end(node, by_plan=kind == "leave")
+
+    def _end(self, node: Node, *, by_plan: bool) -> None:
+        name = node.node
+        if by_plan:
+            self.drive.do(DrainNode(name, "its host is repaired"))
+            node.stop()
+            for word in node.last_words():
+                self.drive.do(word)
+            self.drive.do(ReportLeft(name))
+            self.drive.observe(name, "gone")
+        else:
+            self.states.lose(name, self.random)
+            self.drive.observe(name, "gone", 137, "killed")
+        del self.nodes[name]
+        self.leasing.forget(name)
+        self.drive.wait(self.random.choice((1, 60)))
+        for new in [one for one in self.drive.state.nodes.nodes if one not in self.nodes and one != name]:
+            self.drive.observe(new, "running")
+            self.drive.join(new)
+            self.nodes[new] = Node(new, self.states, shard=SHARD)
+
+    def check(self) -> Play:
+        """No state has a position twice, its ranks say what it has, and the last model has all."""
+        for state in self.states.whole():
+            self.states.check(state)
+        generation = self.drive.world.generation
+        _, before, _ = self.states.bases[generation]
+        model = Counter(before)
+        for node in self.running:
+            for rank in node.ranks:
+                model.update(rank.model)
+        assert model == Counter(range(SIZE * EPOCHS)), "the last model was not trained once on each position"
+        for fact in self.drive.facts(LeasesRestored):
+            state = self.states.bases[fact.generation][0]
+            assert (fact.of, fact.step) == state, "the log says that it resumed from another state"
+        return self
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_each_position_is_in_the_lineage_once(seed: int) -> None:
+    """Six deaths, departures and fail-overs, with words that are lost, late or of an earlier generation."""
+    Play(seed).play().check()
+
+
+def test_few_ranges_are_published() -> None:
+    """Ranks go on where they were, so that what they say of a state is short."""
+    play = Play(1, strikes=0).play().check()
+    assert max(len(rank.trained) for node in play.running for rank in node.ranks) <= 24
+    assert play.leased.again == 0
+
+
+# ---- planted bugs
+
+
+Bug = Callable[[], AbstractContextManager[Any]]
+BUGS: dict[str, Bug] = {}
+
+
+def bug(patch: Bug) -> Bug:
+    """A bug, which its docstring describes."""
+    BUGS[patch.__name__] = patch
+    return patch
+
+
+@bug
+def a_rank_that_nobody_knows() -> Any:
+    """A state is restored though what one rank was trained on is lost with its node; the others have averaged its model in."""
+    lost: dict[tuple[int, Any], tuple[int, ...]] = {}
+    lose, model = States.lose, States.model
+
+    def losing(self: States, node: str, random: Random) -> None:
+        before = {state: dict(parts) for state, parts in self.parts.items()}
+        lose(self, node, random)
+        for state, parts in before.items():
+            gone = [at for rank, part in parts.items() if rank not in self.parts[state] for at in part.model]
+            lost[id(self), state] = (*lost.get((id(self), state), ()), *gone)
+
+    def joined_anyway(_world: int, said: Any) -> Any:
+        found = Ranges(span for words in said.values() for one in words for span in one.spans)
+        return (Trained(NAME, SOURCE, found),)
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(restored_leases, "joined", joined_anyway))
+    stack.enter_context(mock.patch.object(States, "lose", losing))
+    stack.enter_context(
+        mock.patch.object(States, "model", lambda self, at: (*model(self, at), *lost.get((id(self), at), ())))
+    )
+    stack.enter_context(
+        mock.patch.object(
+            States, "whole", lambda self: sorted(at for at, parts in self.parts.items() if len(parts) > 1)
+        )
+    )
+    return stack
+
+
+@bug
+def rank_0_says_only_its_own() -> Any:
+    """What a generation resumed from is not said again: the next restore forgets it."""
+    published = property(lambda self: pack([Trained(NAME, SOURCE, self.trained)]))
+    return mock.patch.object(Rank, "published", published)
+
+
+@bug
+def what_was_drawn_counts() -> Any:
+    """What the loader has drawn ahead is published as trained."""
+
+    def said(self: Rank) -> bytes:
+        return pack([Trained(NAME, SOURCE, self.base | self.trained | Ranges(self.drawn))])
+
+    return mock.patch.object(Rank, "published", property(said))
+
+
+@bug
+def one_step_behind() -> Any:
+    """A batch is published with the step after its own."""
+    true = Rank.learns
+
+    def learns(self: Rank, span: Span) -> None:
+        before = self.trained
+        true(self, span)
+        behind[id(self)] = before
+
+    behind: dict[int, Ranges] = {}
+
+    def said(self: Rank) -> bytes:
+        return pack([Trained(NAME, SOURCE, self.base | behind.get(id(self), self.trained))])
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(Rank, "learns", learns))
+    stack.enter_context(mock.patch.object(Rank, "published", property(said)))
+    return stack
+
+
+@bug
+def taken_without_asking() -> Any:
+    """A rank trains on what a loader process had drawn that is gone, and others have it, too."""
+
+    def take(self: Node, rank: Rank, span: Span, now_s: float) -> bool:
+        self.leases.claim(span, rank.session, now_s) or self.leases.ack(span, now_s)
+        return True
+
+    return mock.patch.object(Node, "take", take)
+
+
+@bug
+def acknowledgements_outlive_a_generation() -> Any:
+    """The leader keeps what was acknowledged, though the model was rolled back behind it."""
+    true = leases._begin_anew
+
+    def begin_anew(leased: Leased, acked: Any, record: Any) -> None:
+        true(leased, tuple(Ranges((*leased.acked, *acked))), record)
+
+    return mock.patch.object(leases, "_begin_anew", begin_anew)
+
+
+@bug
+def old_words_are_heard() -> Any:
+    """The leader hears heartbeats of the generation before."""
+
+    def hears(self: Leased, generation: int) -> bool:
+        return self.generation > 0
+
+    return mock.patch.object(Leased, "hears", hears)
+
+
+@bug
+def what_is_taken_is_handed_out_again() -> Any:
+    """An agent gives what a loader had drawn to others when the loader ends, though a rank has taken it."""
+
+    def claim(self: NodeLeases, span: Span, session: Any, now_s: float) -> bool:
+        hand = self._hands.get(span.start)
+        return hand is not None and hand.session == session
+
+    return mock.patch.object(NodeLeases, "claim", claim)
+
+
+@bug
+def workers_of_before_draw() -> Any:
+    """An agent hands positions of the new generation to workers of the old one."""
+    return mock.patch.object(NodeLeases, "serves", lambda self, _generation: self.generation > 0)
+
+
+@pytest.mark.parametrize("name", sorted(BUGS))
+def test_a_planted_bug_is_found(name: str) -> None:
+    """By one of the first seeds."""
+    with BUGS[name]():
+        for seed in range(12):
+            try:
+                Play(seed).play().check()
+            except (AssertionError, SpecError):
+                return
+    pytest.fail("the seeds do not find it")
+
+
+# ---- what ranks say
+
+
+def test_what_ranks_say_is_joined_where_all_of_them_are_there() -> None:
+    """Field, value and remedy where it cannot be."""
+    first, second = (Trained("a", "f", Ranges([span])) for span in ((0, 4), (4, 6)))
+    assert unpack(pack([first])) == (first,)
+    assert joined(2, {0: [first], 1: [second]}) == (Trained("a", "f", Ranges([(0, 6)])),)
+    assert joined(2, {0: [first], 1: []}) == (first,)
+    with pytest.raises(RanksMissing, match="data: nobody has what rank 1, 2 was trained on"):
+        joined(3, {0: [first]})
+    with pytest.raises(SpecError, match="data: dataset 'a': rank 1 and others were both trained on positions 0 to 3"):
+        joined(2, {0: [first], 1: [first]})
+    with pytest.raises(
+        SpecError, match="data: dataset 'a': rank 1 has 'g', others have 'f': all ranks give the same data="
+    ):
+        joined(2, {0: [first], 1: [second._replace(fingerprint="g")]})
+
+
+@pytest.mark.parametrize(
+    ("packed", "words"),
+    [
+        (b"", "trained: the bytes are damaged"),
+        (b"\x92\x07\x90", "trained: format 7 is unknown here, 1 is known"),
+        (b"\x91\x01", "trained: the bytes are damaged .no version"),
+        (b"\x92\x01\x91\x93\xa1a\xa1f\x01", "trained: the bytes are damaged .a dataset that is not"),
+        (b"\x92\x01\x91\x93\xa0\xa1f\xc4\x01\x01", "trained: the bytes are damaged .a name"),
+    ],
+)
+def test_damaged_words(packed: bytes, words: str) -> None:
+    """Whoever wrote them."""
+    with pytest.raises(SpecError, match=words):
+        unpack(packed)
+
+
+def test_too_many_ranges_are_told_with_a_remedy() -> None:
+    """64 KiB, and 10,000 ranges of a dataset, are the most."""
+    many = Ranges((at, at + 1) for at in range(0, 30_000, 2))
+    with pytest.raises(SpecError, match=r"shard: dataset 'a': .* is 15000 ranges, .* larger shard="):
+        pack([Trained("a", "", many)])
+    most = Ranges((at, at + 1) for at in range(0, 20_000, 2))
+    assert len(pack([Trained("a", "", most)])) <= 64 * 1024
+
+
+# ---- what the leader accepts
+
+
+def test_the_ledger_begins_anew_once_in_a_generation() -> None:
+    """By rank 0's node, with a state that there can be; all else is free again."""
+    job = Drive(nodes_max=2, nproc=2).up()
+    restore = RestoreLeases("worker-0-0", 1, NAME, 0, 0, Ranges().pack())
+    assert "no leased dataset" in job.do(restore).reason
+    job.do(RegisterDataset("worker-0-0", 1, NAME, 10, 7, "file", SOURCE, 1, 0, MODEL_LEASE))
+    for wrong, words in (
+        (restore._replace(node="worker-1-0"), "does not run rank 0"),
+        (restore._replace(generation=2), "does not run rank 0"),
+        (restore._replace(of=1), "no state is like this: step 0 of generation 1"),
+        (restore._replace(spans=Ranges([(0, 11)]).pack()), "position 10; dataset 'train' has 10"),
+        (restore._replace(spans=b"\x07"), "spans: "),
+    ):
+        assert words in job.do(wrong).reason
+    told = desired(job.state).orders["worker-1-0"].part(Leases).known[0]
+    assert (told.generation, told.finished, told.assignment) == (0, False, MODEL_LEASE)
+    assert isinstance(job.do(restore._replace(spans=Ranges([(0, 4)]).pack())), Accepted)
+    leased = job.state.leases.of("worker")[NAME]
+    assert (leased.acked, leased.free, leased.generation) == (((0, 4),), ((4, 10),), 1)
+    assert "has said already" in job.do(restore).reason
+    job.exit("worker-1-0", 2)
+    assert (leased.generation, leased.free) == (0, ((4, 10),))
+
+
+def test_nodes_that_restore_by_themselves_have_no_such_dataset() -> None:
+    """Each of them has a model of its own, so no state says what all were trained on."""
+    groups = (GroupSpec("worker", nodes_min=2, nodes_max=2, nproc=1, coupling="each"),)
+    job = Drive(groups=groups)
+    for node in list(job.state.nodes.nodes):
+        job.observe(node, "running")
+        job.join(node)
+    reply = job.do(RegisterDataset("worker-0-0", 1, NAME, 10, 7, "file", SOURCE, 1, 0, MODEL_LEASE))
+    assert 'lineage: "model" of dataset' in reply.reason
+    assert 'give lineage="server"' in reply.reason
