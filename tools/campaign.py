@@ -20,6 +20,9 @@ campaigns:
   operator_seeds
            the operator of ElasticJobs against such a server, while objects are edited and operators die: nothing is made twice,
            sizes and pauses are as asked, and a deleted job takes all of its own along; about ten minutes
+  ray_seeds
+           200 real jobs in Ray clusters of three raylets: workers, agents, actors, raylets, the desk and masters are killed,
+           hosts drained and added, the state service is away for a while; no rank twice, nothing left; about three hours
   data_seeds
            random jobs with data under deaths, fail-overs, changes of their size, fallen tiers: no sample is lost or twice in the
            lineage of a model, the log says so of every state, and the audit proves it; about half an hour
@@ -249,9 +252,15 @@ def _queue(seed: int, trials: int) -> int:
     return campaign(seed, trials or TRIALS, machine())
 
 
+def _ray_seeds(seed: int, trials: int) -> int:
+    from tools.campaign_ray import SEEDS, campaign
+
+    return campaign(seed, trials or SEEDS, machine())
+
+
 WHOLE: dict[str, Callable[[int, int], int]] = {
     "chaos": _chaos, "hangs": _hangs, "kills": _kills, "masters": _masters, "matrix": _matrix, "planted": _planted,
-    "queue": _queue, "saves": _saves,
+    "queue": _queue, "ray_seeds": _ray_seeds, "saves": _saves,
 }  # fmt: skip
 """Campaigns that save themselves."""
 

@@ -21,7 +21,7 @@ import pytest
 from dlrover_backends.ray import fencing, masters, masters_keeper, mastery, private
 from dlrover_backends.ray.desk import Desk
 from dlrover_backends.ray.masters import InUse, NotKept, StillKept
-from dlrover_backends.ray.masters_keeper import GIVEN_UP, MastersKeeper
+from dlrover_backends.ray.masters_keeper import GIVEN_UP, MastersKeeper, Released
 from dlrover_backends.ray.mastery import SPACE, Plan
 from dlrover_backends.ray.records import Actor
 
@@ -253,6 +253,42 @@ def test_masters_that_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None
     assert keeper._once() == GIVEN_UP
     assert (ended, keeper._started) == ([True], None)
     assert "TypeError" in keeper._last[-1]
+
+
+def test_a_keeper_of_a_released_run_writes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may outlive its actor: it sees a good end as the driver's death, and leaves no key."""
+    started: list[str] = []
+
+    def start() -> Any:
+        keeper._store(mastery.at("r1", 0), b"a:1")
+        started.append("masters")
+
+    keeper = keeper_that(monkeypatch, start)
+    ray = ModuleType("ray")
+    vars(ray).update(actor=SimpleNamespace(exit_actor=lambda: started.append("exit")))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    masters.claim(JOB, "r1", "t")
+    masters.release(JOB, "r1")
+    keeper.run()
+    assert (started, dict(store)) == (["exit"], {})
+    masters.claim(JOB, "r1", "t")
+    keeper._store(mastery.at("r1", 0), b"a:1")
+    store.on_put = lambda: masters.release(JOB, "r1")
+    with pytest.raises(Released):
+        keeper._store(mastery.at("r1", 0), b"a:1")
+    assert not store
+    # What is written between the first removal and the claim's is removed as well.
+    masters.claim(JOB, "r1", "t")
+    remove = private.remove
+
+    def late(key: str) -> None:
+        if mastery.CLAIM in key:
+            store[mastery.key(JOB, mastery.at("r1", 0))] = b"a:1"
+        remove(key)
+
+    monkeypatch.setattr(private, "remove", late)
+    masters.release(JOB, "r1")
+    assert not store
 
 
 def test_a_keeper_that_breaks_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -66,20 +67,43 @@ def main() -> None:
         while held:
             remove_placement_group(held.pop())
 
-    def named(namespace: str) -> list[str]:
-        """The names of the living actors of a namespace."""
+    def tables() -> Any:
+        """The cluster's tables, for which no driver is needed."""
         from ray._private.state import GlobalState
         from ray._raylet import GcsClientOptions
-        from ray.core.generated import gcs_pb2
 
         state = GlobalState()
         where = GcsClientOptions.create(cluster.address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
         state._initialize_global_state(where)
+        return state
+
+    def actors(state: Any) -> list[Any]:
+        from ray.core.generated import gcs_pb2
+
         rows = state._connect_and_get_accessor().get_actor_table(None, None)
-        found = [gcs_pb2.ActorTableData.FromString(row) for row in rows]
-        return [
-            one.name for one in found if one.ray_namespace == namespace and one.state == gcs_pb2.ActorTableData.ALIVE
-        ]
+        return [gcs_pb2.ActorTableData.FromString(row) for row in rows]
+
+    def named(namespace: str) -> list[str]:
+        """The names of the living actors of a namespace."""
+        from ray.core.generated import gcs_pb2
+
+        found = [one for one in actors(tables()) if one.ray_namespace == namespace]
+        return [one.name for one in found if one.state == gcs_pb2.ActorTableData.ALIVE]
+
+    def left(prefix: str) -> dict[str, list[str]]:
+        """Actors and placement groups that there are, of namespaces and names that begin so, and the keys of our store."""
+        from ray._raylet import GcsClient
+        from ray.core.generated import gcs_pb2
+
+        state = tables()
+        living = [one for one in actors(state) if one.state != gcs_pb2.ActorTableData.DEAD]
+        groups = [one for one in state.placement_group_table().values() if one["state"] != "REMOVED"]
+        keys = GcsClient(address=cluster.address).internal_kv_keys(b"", b"dlrover")
+        return {
+            "actors": [f"{one.ray_namespace}/{one.name}" for one in living if one.ray_namespace.startswith(prefix)],
+            "groups": [one["name"] for one in groups if one["name"].startswith(prefix)],
+            "keys": [one.decode() for one in keys],
+        }
 
     def answer(order: str, **told: object) -> object:
         if order in {"fill", "free"}:
@@ -89,6 +113,8 @@ def main() -> None:
             return head.kill_gcs_server() if told["is"] == "gone" else head.start_gcs_server()
         if order == "named":
             return named(str(told["namespace"]))
+        if order == "left":
+            return left(str(told["prefix"]))
         if order == "add":
             return add(**told)
         if order == "remove":

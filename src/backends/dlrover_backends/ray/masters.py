@@ -211,8 +211,12 @@ def _kill(keeper: str) -> None:
 
 
 def _forget(job: str, number: int, run: str) -> None:
-    """Remove a claim, and what its run has written; the claim last, which says that the rest belongs to somebody."""
-    for part in (mastery.of_run("at", run), mastery.end(run), mastery.claimed(number)):
+    """Remove a claim, and what its run has written, which the claim says to belong to somebody.
+
+    Twice: a keeper's process outlives its actor for a moment, and may write until it finds that the claim is gone.
+    """
+    written = (mastery.of_run("at", run), mastery.end(run))
+    for part in (*written, mastery.claimed(number), *written):
         private.remove(mastery.key(job, part))
 
 

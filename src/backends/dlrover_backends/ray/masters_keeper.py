@@ -42,6 +42,10 @@ JOB, LOG, STATE_DIR, RUN = "DLROVER_MASTER_JOB", "DLROVER_MASTER_LOG", "DLROVER_
 log = structlog.get_logger("dlrover.backend")
 
 
+class Released(Exception):
+    """The run has no claim of its job's name any more: nobody wants its masters."""
+
+
 class MastersKeeper:
     """Keeps the masters of one job. ``plan`` is `mastery.Plan.to_map`; ``number``: which of the job's keepers this is."""
 
@@ -65,6 +69,8 @@ class MastersKeeper:
         try:
             _await_end(self._plan.driver)
             self._tell_end(self._keep())
+        except Released:  # the driver's good end was its death, too
+            log.info("the job is over, and its masters are not wanted")
         except BaseException:  # Ray would keep an idle actor; a process that ends is started again
             log.exception("masters are not kept by this process any more")
             sys.stderr.flush()
@@ -95,6 +101,8 @@ class MastersKeeper:
         """One life of the masters; their exit status, negative for a signal. None of them outlives it."""
         try:
             return self._watch(self._start())
+        except Released:
+            raise
         except Exception as error:  # noqa: BLE001  # whatever it is, it may be over at the next try
             started, self._started = self._started, None
             log.warning("masters cannot be kept", error=f"{type(error).__name__}: {error}")
@@ -209,16 +217,26 @@ class MastersKeeper:
     # ---- the store
 
     def _store(self, part: str, value: bytes) -> None:
-        """Write it down; while the cluster's state is away, again and again for a while."""
+        """Write it down; while the cluster's state is away, again and again for a while.
+
+        Raises `Released` where the name is not the run's any more: this process may outlive its actor for seconds. Then it is not
+        written: whoever releases the run looks once more after the claim is gone, and this here looks at the claim after writing.
+        """
         from dlrover_backends.ray import private
 
+        key = mastery.key(self._plan.job, part)
         for _ in range(int(OTHERS_S / STORE_AGAIN_S)):
             try:
-                private.put(mastery.key(self._plan.job, part), value)
+                private.put(key, value)
+                released = not _is_claimed(self._plan.job, self._plan.run)
+                if released:
+                    private.remove(key)
             except Exception as error:  # noqa: BLE001  # Ray raises anything
                 log.warning("the cluster's state cannot be written to", error=str(error))
                 time.sleep(STORE_AGAIN_S)
             else:
+                if released:
+                    raise Released
                 return
 
     def _tell_end(self, status: int) -> None:
@@ -234,6 +252,16 @@ def _read(job: str, part: str) -> str:
     except Exception as error:  # noqa: BLE001  # Ray raises anything
         log.warning("the cluster's state cannot be read", error=str(error))
         return ""
+
+
+def _is_claimed(job: str, run: str) -> bool:
+    """Is the job's name claimed by that run? Raises whatever Ray does."""
+    from dlrover_backends.ray import private
+
+    prefix = mastery.key(job)
+    claims = private.keys(prefix + mastery.CLAIM)
+    record = mastery.record_of(job, {one.removeprefix(prefix): private.get(one) or b"" for one in claims})
+    return record is not None and record.run == run
 
 
 def _address() -> str:
