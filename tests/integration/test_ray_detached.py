@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import dlrover
 from running import BIN, SCRIPTS, eventually
 from tests.integration.ray_grounds import RayGround, parent_of, processes_of, ray_ground
+from tools.etcd_cluster import Cluster
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
 BOUND_S = 90.0
@@ -49,9 +51,9 @@ class Detached:
         assert status in {None, done.returncode}, f"{command} {' '.join(words)}: {done.returncode}\n{done.stdout}"
         return done.stdout
 
-    def start(self, job: str, status: int = 0) -> str:
+    def start(self, job: str, *more: str, status: int = 0) -> str:
         """Start a detached job; what `dlrover-run` says."""
-        return self.says("dlrover-run", "--detach", *self.line(job), status=status)
+        return self.says("dlrover-run", "--detach", *more, *self.line(job), status=status)
 
     def attached(self, job: str) -> subprocess.Popen[bytes]:
         """Start a job that is led beside its command."""
@@ -73,16 +75,19 @@ class Detached:
 
 
 def masters_of(job: str) -> list[int]:
-    """The launchers that keep a job's masters in the cluster."""
-    found = []
+    """The launchers that keep a job's masters in the cluster.
+
+    What one of them is about to start looks like it for a moment, between its fork and its execution.
+    """
+    found: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if entry.name.isdigit():
                 words = (entry / "cmdline").read_bytes().split(b"\0")
                 env = (entry / "environ").read_bytes().split(b"\0")
                 if b"dlrover_adapters.cli.run" in words and f"DLROVER_MASTER_JOB={job}".encode() in env:
-                    found.append(int(entry.name))
-    return found
+                    found[int(entry.name)] = parent_of(int(entry.name))
+    return [one for one, parent in found.items() if parent not in found]
 
 
 def test_masters_may_die_and_nothing_is_left(ground: RayGround, tmp_path: Path) -> None:
@@ -140,6 +145,45 @@ def test_a_driver_may_die(ground: RayGround, tmp_path: Path) -> None:
     assert not processes_of(run)
 
 
+@pytest.mark.nightly(reason="a keeper that is killed is tried by day, with a log on the host of the head")
+def test_masters_on_two_hosts(ground: RayGround, tmp_path: Path) -> None:
+    """With a log in etcd two keepers on two hosts have masters; each may die, and no rank is restarted."""
+    job = Detached(ground, tmp_path)
+    with Cluster(1) as etcd:
+        log = etcd.url("ray")
+        said = job.start("shared", "--log", log)
+        assert "kept by 2 actors" in said, said
+        eventually(lambda: len(job.ranks()) == 2, "two ranks")
+        two = eventually(lambda: found if len(found := masters_of("shared")) == 2 else None, "two launchers")
+        assert len({variable(parent_of(one), "RAY_RAYLET_PID") for one in two}) == 2, "both keepers are on one host"
+        ranks, terms = job.ranks(), terms_of("shared", log)
+        # Whichever leads: one after the other, each with its keeper. Between the two both masters are there again.
+        for one in two:
+            os.kill(parent_of(one), signal.SIGKILL)
+            eventually(lambda one=one: one not in masters_of("shared"), "the end of masters whose keeper is dead")
+            eventually(lambda: len(masters_of("shared")) == 2, "two launchers again")
+        eventually(lambda: terms_of("shared", log) > terms, "another leader")
+        # The command may ask while nobody leads.
+        eventually(
+            lambda: "2 of 2 nodes started" in job.says("dlrover", "status", "ray:shared", status=None),
+            "a master that leads",
+        )
+        assert job.ranks() == ranks
+        assert "all that was made for it is removed" in job.says("dlrover", "stop", "ray:shared")
+    eventually(lambda: not masters_of("shared"), "the end of all masters")
+
+
+def terms_of(job: str, log: str) -> int:
+    """How often a master has begun to lead, as the log says; no cluster is asked."""
+    return dlrover(["events", job, "--log", log, "--json"]).stdout.count('"LeaderStarted"')
+
+
+def variable(pid: int, name: str) -> str:
+    """A variable of the environment that a process began with; empty: it has none."""
+    env = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return next((one.partition("=")[2] for one in env if one.startswith(f"{name}=")), "")
+
+
 def keepers(ground: RayGround) -> str:
     """The names of the masters' keepers that run."""
     return " ".join(ground.order("named", namespace="dlrover-masters"))
@@ -148,5 +192,4 @@ def keepers(ground: RayGround) -> str:
 def run_of(job: str) -> str:
     """The run that a job's masters keep."""
     [pid] = masters_of(job)
-    env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next(one.decode().partition("=")[2] for one in env if one.startswith(b"DLROVER_RUN="))
+    return variable(pid, "DLROVER_RUN")
