@@ -13,7 +13,7 @@ from k8s_virtual import OVER, PODS, _status
 
 from dlrover_backends.k8s import claims, names, standbys
 from dlrover_backends.k8s.client import KubernetesBackend
-from dlrover_backends.k8s.errors import ApiError, Conflict
+from dlrover_backends.k8s.errors import ApiError, Busy, Conflict, Request
 from dlrover_backends.k8s.warm import DEAF_S, FENCE_S
 from dlrover_core import BackendContext
 from dlrover_core.errors import LaunchRefused
@@ -368,6 +368,29 @@ def test_a_broken_template_leaves_standbys_and_claims() -> None:
         assert await heir.launch(node, 1) == standbys.seat_of(warm)
 
     tell(story)
+
+
+def test_standbys_that_could_not_be_described_for_a_moment() -> None:
+    """An error of the API that passes delays them by a back-off, and not until the leader says the sizes again."""
+
+    async def story(on: Stage) -> None:
+        await on.warm()
+        backend: Any = on.cluster.master._leveller._backend  # type: ignore[union-attr]
+        described, failed = backend._template, list[float]()
+
+        async def fails(group: str) -> Any:
+            if len(failed) == 3:
+                return await described(group)
+            failed.append(asyncio.get_running_loop().time())
+            raise Busy(Request("GET", "/api/v1/namespaces/ml/configmaps/mine"), 503, "etcd is away")
+
+        backend._template = fails
+        on.cluster.state.incidents.memory["worker"] = 2048
+        await on.cluster.until(lambda: [_memory(one) for one in on.free()] == ["2048Mi"])
+        assert len(failed) == 3
+        assert asyncio.get_running_loop().time() - failed[0] < 10
+
+    tell(story, memory_mib=1024)
 
 
 def test_silence_counts_from_when_it_runs() -> None:

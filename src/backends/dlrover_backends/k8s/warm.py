@@ -64,6 +64,14 @@ class Group(NamedTuple):
     shape: str
 
 
+class Sized(NamedTuple):
+    """What the leader said last, and how to learn what pods are made from."""
+
+    wanted: Wanted
+    owned: Owned
+    template: Template
+
+
 class Cluster(Protocol):
     """What standbys see of the backend."""
 
@@ -99,6 +107,10 @@ class Warm:
         # Groups with standbys, None before they are known, and those of them that could be described so far.
         self._booked: frozenset[str] | None = None
         self._groups: dict[str, Group] = {}
+        # What the leader said last; and when groups are described again for which the API server had an error; None: for none.
+        self._sized: Sized | None = None
+        self._describe_at: float | None = None
+        self._describing = BackOff(lambda: 1.0)
         self._state, self._token = RUNNING, 0
         # Free standbys by uid, since when each is known, and runs; when others ceased to be free, for lists are older.
         self._free: dict[str, Json] = {}
@@ -132,18 +144,30 @@ class Warm:
         """
         self._state, self._token = wanted.state, token
         self._booked = frozenset(one.name for one in wanted.groups if one.standby)
+        self._sized = Sized(wanted, owned, template)
+        await self._describe(self._sized)
+        self._news.set()
+
+    async def _describe(self, sized: Sized) -> None:
+        """Describe the standbys of every group."""
         found: dict[str, Group] = {}
-        for one in wanted.groups:
+        failed: ApiError | None = None
+        for one in sized.wanted.groups:
             former = self._groups.get(one.name)
             if one.standby and former is not None:
                 found[one.name] = former._replace(standby=one.standby, nodes_min=one.nodes_min)
-            if one.standby and wanted.state not in ENDS:
+            if one.standby and sized.wanted.state not in ENDS:
                 try:
-                    found[one.name] = await self._described(one, await owned(), template)
+                    found[one.name] = await self._described(one, await sized.owned(), sized.template)
                 except CoreError as error:
                     log.warning("standbys stay as they are", group=one.name, error=str(error))
-        self._groups = found
-        self._news.set()
+                    failed = error if isinstance(error, ApiError) else failed
+        if self._sized is sized:
+            self._groups, self._describe_at = found, None
+            if failed is None:
+                self._describing.went_well(self._now())
+            else:
+                self._describe_at = self._now() + self._describing.failed(self._now(), failed.retry_after_s)
 
     async def _described(self, one: GroupSize, owner: Json, template: Template) -> Group:
         """The standbys of a group. Raises `CoreError`."""
@@ -357,7 +381,12 @@ class Warm:
                 await self._remove(uid, pod, "there is one too many")
             if len(here) < group.standby and self._state == RUNNING:
                 waits = min(waits, await self._fill(name, group, nodes, group.standby - len(here)))
-        return waits
+        if self._sized is None or self._describe_at is None:
+            return waits
+        if self._describe_at <= self._now():
+            await self._describe(self._sized)
+            return 0.0
+        return min(waits, self._describe_at - self._now())
 
     def _of(self, group: str) -> list[tuple[str, Json]]:
         """The free standbys of a group that live and stay, the oldest first."""
