@@ -220,6 +220,12 @@ def test_what_cannot_be_right_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         ElasticBatch(model, optimizer, global_batch=8, micro_batch=4, clip=0)
     with pytest.raises(SpecError, match=r"model: a torch\.nn\.Module, got list"):
         ElasticBatch([model], optimizer, global_batch=8, micro_batch=4)  # type: ignore[arg-type]
+    for more, told in (
+        ({"quota": "fast"}, "quota: 'fast': give"),
+        ({"equal_rounds": True}, 'quota: "measured", and all'),
+    ):
+        with pytest.raises(SpecError, match=told):
+            ElasticBatch(model, optimizer, global_batch=8, micro_batch=4, **{"quota": "measured", **more})
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SpecError, match=r"group: torch\.distributed is not initialized, and WORLD_SIZE is 2"):
         ElasticBatch(model, optimizer, global_batch=8, micro_batch=4)

@@ -1,8 +1,9 @@
 """Trains the same small model in several worlds, one after the other, and writes what came of it to a file, as JSON.
 
 FOLDER STEPS WORLDS KINDS OPTIMIZERS: ``1 2 4-2-3`` are three runs, the last of which changes its world twice, at a third and at
-two thirds of its steps, from a checkpoint in FOLDER. KINDS: ddp, fsdp. OPTIMIZERS: sgd, adam. Each world's ranks are forked from
-this process, which has torch imported and has computed nothing yet.
+two thirds of its steps, from a checkpoint in FOLDER. KINDS: ddp, fsdp, measured: DDP with quotas by measured cost, where the last
+rank is said to be three times slower. OPTIMIZERS: sgd, adam. Each world's ranks are forked from this process, which has torch
+imported and has computed nothing yet.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from dlrover_adapters.torch import ElasticBatch, ElasticDataset, FlashCheckpoint
+from dlrover_adapters.torch.data import quotas
+from dlrover_core.data.balance import Costs
 
 SIZE, BATCH, MICRO = 314, 26, 4
 """No 3 or 4 ranks divide the batch evenly, an epoch ends with a batch of 2 samples, and micro-batches are short."""
@@ -39,14 +42,23 @@ def model_of(kind: str, world: int) -> Any:
     """Alike on all ranks."""
     torch.manual_seed(7)
     model: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).double()
-    if world == 1 and kind == "ddp":
+    if world == 1 and kind != "fsdp":
         return model
-    if kind == "ddp":
+    if kind != "fsdp":
         return DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (world,))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
+
+
+class Slow(Costs):
+    """What samples cost a rank, as a test says."""
+
+    def step(self, samples: int, computing_s: float, took_s: float) -> None:
+        """As if the last rank was three times slower."""
+        slower = 3 if dist.get_rank() == dist.get_world_size() - 1 else 1
+        super().step(samples, samples * slower / 1000, took_s)
 
 
 def train(url: str, kind: str, name: str, first: int, last: int, out: Any) -> None:
@@ -58,12 +70,13 @@ def train(url: str, kind: str, name: str, first: int, last: int, out: Any) -> No
     data = ElasticDataset("train", size=SIZE, fetch=sample, epochs=0, seed=3)
     batch = ElasticBatch(
         model, optimizer, global_batch=BATCH, micro_batch=MICRO, clip=0.5,
-        schedule=lambda samples: 1 / (1 + samples / 2000),
+        schedule=lambda samples: 1 / (1 + samples / 2000), quota="measured" if kind == "measured" else "equal",
     )  # fmt: skip
+    equal = batch.quota
     with FlashCheckpoint(url, model=model, optimizer=optimizer, data=data, every=1000, store_every=0) as ckpt:
         step, seen = ckpt.restore(), torch.zeros(1, dtype=torch.float64)
         assert step == first, (step, first)
-        for x, y in batch.over(DataLoader(data, batch_size=None)):
+        for x, y in batch.over(DataLoader(data, batch_size=None, num_workers=2 if kind == "measured" else 0)):
             loss = ((model(x).squeeze(1) - y) ** 2).mean()
             seen += loss.detach() * batch.weight / world
             if batch.backward(loss):
@@ -74,6 +87,7 @@ def train(url: str, kind: str, name: str, first: int, last: int, out: Any) -> No
                 seen.zero_()
                 if step == last:
                     break
+        assert (batch.quota != equal) == (kind == "measured" and world > 1), batch.quota
         if url:
             ckpt.save(step)
             ckpt.wait()
@@ -84,6 +98,7 @@ def rank_of(rank: int, world: int, folder: str, number: int, cases: list[Any], f
     """One rank of one world, for all cases."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     torch.set_num_threads(1)
+    quotas.Costs = Slow  # type: ignore[misc]
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{number}", rank=rank, world_size=world)
     for kind, name, run, stored in cases:
         losses: list[float] = []

@@ -29,6 +29,7 @@ from . import world
 from .dataset import ElasticDataset
 from .noting import notes
 from .plan import Division, GlobalStep, Micro, division
+from .quotas import EQUAL, MEASURED, Balance, QuotaTable, lead_of
 
 _log = logging.getLogger("dlrover.torch")
 
@@ -45,6 +46,7 @@ class _Terms(NamedTuple):
     micro_batch: int
     position: tuple[int, int]
     equal_rounds: bool
+    quota: str
     left_out: tuple[int, ...] = ()
 
 
@@ -58,6 +60,7 @@ class ElasticBatch:
     instead of samples, and all micro-batches of a global step are drawn before its first forward. ``group``: the ranks that
     divide the data; None: those of the DDP model, else all. ``equal_rounds``: True: all ranks run equally many micro-batches, for
     a model with layers of your own that call collectives in their forward. With `fully_shard` or SyncBatchNorm they always do.
+    ``quota``: how a global batch is divided: "equal", or "measured": a rank with slower forwards takes fewer samples, under DDP.
 
     Raises `SpecError` for what cannot be right.
     """
@@ -75,6 +78,7 @@ class ElasticBatch:
         tokens: Callable[[Any], int] | None = None,
         group: Any = None,
         equal_rounds: bool = False,
+        quota: str = EQUAL,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._clip, self._scaler, self._schedule, self._tokens = clip, scaler, schedule, tokens
@@ -85,10 +89,12 @@ class ElasticBatch:
         rank, size = world.of_group(self._group)
         self._division: Division = division(global_batch, micro_batch, size, rank)
         self._sync.check(size)
+        self._quota = self._sync.checked_quota(quota)
         if size > 1 and rank == 0:
             _warn_of_statistics(model)
         self._note_rates()
         self._data: ElasticDataset | None = None
+        self._balance: Balance | None = None
         self._step: GlobalStep | None = None
         self._micro: Micro | None = None
         self._awaited = self._last = False
@@ -115,6 +121,11 @@ class ElasticBatch:
             return []
         return self._data.indices(self._step.batch, self._micro)
 
+    @property
+    def quota(self) -> tuple[int, ...]:
+        """How many samples of the present global batch each rank takes, where it is a full one."""
+        return self._division.quota if self._balance is None else self._balance.quota
+
     # ---- use
 
     def over(self, loader: Any) -> Iterator[Any]:
@@ -127,8 +138,11 @@ class ElasticBatch:
         Raises `SpecError`, and `CoreError` where the position was changed meanwhile.
         """
         data = _dataset_of(loader)
-        data.divide(self._division)
-        _agree(data, self._division, self._group, equal_rounds=self._sync.in_step)
+        table = QuotaTable(self._division.quota) if self._quota == MEASURED else None
+        if table is not None:
+            self._balance = Balance(self._division, table, self._group, lead_of(loader, data.ahead))
+        data.divide(self._division, table)
+        _agree(data, self._division, self._group, equal_rounds=self._sync.in_step, quota=self._quota)
         self._data, self._awaited = data, False
         self._optimizer.zero_grad(set_to_none=True)
         self._note_rates()
@@ -152,6 +166,8 @@ class ElasticBatch:
                     "backward() alone, and restore before the loop begins"
                 )
             yield from self._micros(step, drawn)
+            if self._balance is not None:
+                self._balance.stepped()
             here = data.after(step.batch)
 
     def _micros(self, step: GlobalStep, drawn: Iterator[Any]) -> Iterator[Any]:
@@ -177,6 +193,8 @@ class ElasticBatch:
             self._sync.synchronise(self._last)
             self._awaited = True
             self._note()
+            if self._balance is not None:
+                self._balance.drawn()
             yield content
             if self._awaited:
                 raise CoreError(
@@ -217,6 +235,8 @@ class ElasticBatch:
             raise SpecError(
                 "loss", f"of shape {list(loss.shape)}: give the mean over the micro-batch's samples, one number"
             )
+        if self._balance is not None:
+            self._balance.forwarded(loss, self._micro.samples if self._micro is not None else 0)
         weighted = loss * self.weight
         (self._scaler.scale(weighted) if self._scaler is not None else weighted).backward()
         self._awaited = False
@@ -316,6 +336,18 @@ class _Sync:
                     "group", f"{size} ranks divide the data, and the DDP model synchronises {found}: give its group"
                 )
 
+    def checked_quota(self, quota: str) -> str:
+        """Raises `SpecError` for a quota that is none, or that ranks cannot go by."""
+        if quota not in {EQUAL, MEASURED}:
+            raise SpecError("quota", f'{quota!r}: give "equal" or "measured"')
+        if quota == MEASURED and self.in_step:
+            raise SpecError(
+                "quota",
+                '"measured", and all ranks run equally many micro-batches, for fully_shard, SyncBatchNorm or equal_rounds: fewer '
+                'samples would make no rank faster; give "equal"',
+            )
+        return quota
+
     def synchronise(self, now: bool) -> None:
         """Before the forward: is this micro-batch the one in whose backward gradients are synchronised?"""
         for one in self._ddp:
@@ -364,12 +396,12 @@ def _dataset_of(loader: Any) -> ElasticDataset:
     return data
 
 
-def _agree(data: ElasticDataset, of: Division, group: Any, *, equal_rounds: bool) -> None:
+def _agree(data: ElasticDataset, of: Division, group: Any, *, equal_rounds: bool, quota: str) -> None:
     """Raises `SpecError`, on all ranks, where they do not have the same data in the same place. A collective."""
     place = data.place
     mine = _Terms(
         data.name, data.size, place.fingerprint, data.epochs, data.last, of.global_batch, of.micro_batch,
-        (place.epoch, place.position), equal_rounds, data.left_out,
+        (place.epoch, place.position), equal_rounds, quota, data.left_out,
     )  # fmt: skip
     told = world.gathered(tuple(mine), of.world, group)
     for number, field in enumerate(_Terms._fields):

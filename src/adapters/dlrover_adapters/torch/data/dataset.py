@@ -35,6 +35,7 @@ from .leased import MODEL, check_assignment, leased_of, not_leased
 from .noting import Fetching, notes
 from .plan import Division, GlobalStep, Micro, division, steps
 from .quarantine import QUARANTINE, QUARANTINE_MAX, Left, bound
+from .quotas import QuotaTable
 
 _log = logging.getLogger("dlrover.torch")
 SOURCE_CHARS_MAX = 32
@@ -122,6 +123,7 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         self._asked = (global_batch, micro_batch)
         self._division: Division | None = None
         self._divides = False
+        self._quotas: QuotaTable | None = None
         self.left = Left(name, self._order_of)
         self._epoch = self._position = 0
         self._begun = False
@@ -330,11 +332,14 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
 
     # ---- iteration
 
-    def divide(self, of: Division) -> None:
-        """How global batches are divided from now on. `ElasticBatch` says so before it iterates."""
+    def divide(self, of: Division, quotas: QuotaTable | None = None) -> None:
+        """How global batches are divided from now on. `ElasticBatch` says so before it iterates.
+
+        ``quotas``: which of them are divided otherwise than ``of`` says.
+        """
         if self._leased is not None:
             raise not_leased(self.name, "ElasticBatch divides global steps, in which its ranks do not meet")
-        self._division, self._divides = of, True
+        self._division, self._divides, self._quotas = of, True, quotas
 
     @property
     def division(self) -> Division:
@@ -406,7 +411,8 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
 
     def steps(self) -> Iterator[GlobalStep]:
         """The global steps from here to the end, as this rank takes them."""
-        whole = steps(self._batches, self.division, self._epoch, self._position)
+        quota_at = self._quotas.at if self._quotas is not None else None
+        whole = steps(self._batches, self.division, self._epoch, self._position, quota_at)
         return map(self._planned, whole) if self.left.any else whole
 
     def _planned(self, step: GlobalStep) -> GlobalStep:

@@ -6,7 +6,7 @@ nothing: the k-th item that a loader yields is the k-th micro-batch of the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -72,10 +72,23 @@ def division(global_batch: int, micro_batch: int, world: int, rank: int) -> Divi
     return Division(global_batch, micro_batch, quotas(global_batch, world), rank)
 
 
-def steps(batches: Batches, of: Division, epoch: int, position: int) -> Iterator[GlobalStep]:
-    """The global steps from here to the end of the data, as ``of.rank`` takes them."""
-    full = _shared(of, of.global_batch)
+def steps(
+    batches: Batches,
+    of: Division,
+    epoch: int,
+    position: int,
+    quota_at: Callable[[Batch], tuple[int, ...]] | None = None,
+) -> Iterator[GlobalStep]:
+    """The global steps from here to the end of the data, as ``of.rank`` takes them.
+
+    ``quota_at``: the quota of a step, the first from here being 0, asked when the step is planned; None: all have the division's.
+    """
+    full, number = _shared(of, of.global_batch), -1
     while (batch := batches.next(epoch, position)) is not None:
+        number += 1
+        if quota_at is not None and (quota := quota_at(number)) != of.quota:
+            of = of._replace(quota=quota)
+            full = _shared(of, of.global_batch)
         start, end, rounds = full if batch.samples == of.global_batch else _shared(of, batch.samples)
         yield GlobalStep(batch, _micros(batch, start, end, of.micro_batch), rounds)
         epoch, position = batches.after(batch)
