@@ -77,7 +77,7 @@ def steps(
     of: Division,
     epoch: int,
     position: int,
-    quota_at: Callable[[Batch], tuple[int, ...]] | None = None,
+    quota_at: Callable[[int], tuple[int, ...]] | None = None,
 ) -> Iterator[GlobalStep]:
     """The global steps from here to the end of the data, as ``of.rank`` takes them.
 

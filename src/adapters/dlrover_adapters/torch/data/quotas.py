@@ -32,7 +32,8 @@ class QuotaTable:
     """
 
     def __init__(self, quota: tuple[int, ...]) -> None:
-        self._rows = torch.tensor([[0, *quota], [_NEVER, *quota]], dtype=torch.int64).share_memory_()
+        self._rows = torch.tensor([[0, *quota], [_NEVER, *quota]], dtype=torch.int64)
+        self._rows.share_memory_()  # type: ignore[no-untyped-call]
 
     def at(self, step: int) -> tuple[int, ...]:
         """The quota that a step goes by: the newest that has begun."""
@@ -75,7 +76,7 @@ class Stopwatch:
 
 
 def _event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 

@@ -38,6 +38,7 @@ from dlrover_core.errors import CoreError, SpecError
 from . import world
 from .dataset import ElasticDataset
 from .plan import Division, GlobalStep, Micro
+from .quotas import QuotaTable
 
 _log = logging.getLogger("dlrover.torch")
 PARTITIONS_MAX = 62
@@ -182,11 +183,11 @@ class ElasticStream(ElasticDataset):
             return self._divided[1]
         return self._division
 
-    def divide(self, of: Division) -> None:
+    def divide(self, of: Division, quotas: QuotaTable | None = None) -> None:
         """As of `ElasticDataset`. What is planned in batches of another size is planned anew."""
         if self._division is not None and self._division.global_batch != of.global_batch:
             self._book = Book(self._book.position, self._book.offsets)
-        super().divide(of)
+        super().divide(of, quotas)
 
     def step(self) -> None:
         """As of `ElasticDataset.step`."""
