@@ -89,9 +89,10 @@ def ray_ground(*hosts: dict[str, Any], env: Mapping[str, str] = MappingProxyType
     assert left == 0, "processes of Ray cannot be killed"
 
 
-def processes_of(run: str, node: str = "") -> list[int]:
-    """Processes that belong to a run: agents and what they have started; of one node, if it is named."""
-    wanted = {f"DLROVER_RUN={run}".encode()} | ({f"DLROVER_NODE={node}".encode()} if node else set())
+def processes_of(run: str, node: str = "", with_env: str = "") -> list[int]:
+    """Processes that belong to a run: agents and what they have started; of one node, or with ``NAME=VALUE``, if named."""
+    more = [f"DLROVER_NODE={node}"] if node else []
+    wanted = {one.encode() for one in (f"DLROVER_RUN={run}", *more, *filter(None, [with_env]))}
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+from running import eventually
 from tests.integration.ray_grounds import RayGround, desk_of, parent_of, processes_of, ray_ground
 
 from dlrover_backends.ray.client import RayBackend
@@ -22,6 +23,8 @@ from dlrover_backends.shared.asking import StaleToken
 from dlrover_core import BackendContext
 from dlrover_core.errors import LaunchRefused
 from dlrover_core.job.orders import NodeLaunch
+from dlrover_core.runtime.backend import GroupSize, Wanted
+from dlrover_core.runtime.backends import SEAT
 from dlrover_core.testing import BackendConformance
 from dlrover_core.testing.backend_stand import Abilities, Stand, make_launch, watching
 
@@ -220,6 +223,53 @@ def test_a_node_waits_for_room(ground: RayGround, tmp_path: Path) -> None:
             await asyncio.to_thread(ground.order, "signal", host=host, name="SIGKILL")
             seen = await watch.until(lambda seen: seen[node.name].phase != "running")
             assert seen[node.name].phase in {"failed", "lost"}, seen
+
+    story(told())
+
+
+def test_a_standby_becomes_a_node(ground: RayGround, tmp_path: Path) -> None:
+    """A standby is made beside a node that runs, becomes the next one with the agent that it has, and is replaced.
+
+    Asked again, and by another desk, the node is the same standby. Deleted, it is gone with its agent.
+    """
+    here = context(ground, tmp_path)
+    first, again = make_launch(0), make_launch(0, 1)
+    wanted = Wanted((GroupSize(first.group, "", 1, 1, standby=1),))
+
+    async def told() -> None:
+        loop = asyncio.get_running_loop()
+        async with running(here) as backend, watching(backend) as watch:
+
+            async def stands(number: int) -> int:
+                """The agent of the standby with this number, once it is there; meanwhile a master leads."""
+                seat = f"{SEAT}={here.job}-{first.group}-standby-{number}"
+
+                def found() -> list[int] | None:
+                    loop.call_soon_threadsafe(backend.heard, ())
+                    return processes_of(here.run, with_env=seat) or None
+
+                [pid] = await asyncio.to_thread(eventually, found, f"a standby with {seat}")
+                return int(pid)
+
+            await backend.sized(wanted, 7)
+            assert await backend.launch(first, 7) is None
+            await watch.running(first.name)
+            agent = await stands(0)
+            assert set(watch.nodes) == {first.name}
+            os.kill(agent_of(here.run, first.name), signal.SIGKILL)
+            await watch.over(first.name)
+            seat = await backend.launch(again, 7)
+            assert seat == f"standby:{here.job}-{first.group}-standby-0"
+            seen = await watch.running(again.name)
+            assert seen[again.name].seat == seat
+            await stands(1)
+            os.kill(desk_of(tmp_path), signal.SIGKILL)
+            assert await backend.launch(again, 8) == seat
+            seen = await watch.running(again.name)
+            assert (seen[again.name].seat, parent_of(agent)) != ("", 1)
+            await backend.delete(again.name, 8, 5.0)
+            await watch.gone(again.name)
+            assert agent not in processes_of(here.run)
 
     story(told())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from running import BIN, SCRIPTS, Job, eventually
-from tests.integration.ray_grounds import RayGround, desk_of, keeper_of, processes_of, ray_ground
+from tests.integration.ray_grounds import RayGround, desk_of, keeper_of, parent_of, processes_of, ray_ground
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
 QUICK = ("--bind", "127.0.0.1", "--set", "stop_grace_s=5", "--nnodes", "2")
@@ -23,9 +23,9 @@ def made_ground() -> Iterator[RayGround]:
         yield ground
 
 
-def job_of(ground: RayGround, folder: Path) -> Job:
+def job_of(ground: RayGround, folder: Path, *more: str, resources: str = "CPU=1") -> Job:
     """A job of two nodes."""
-    line = ("--backend", "ray", "--ray-address", ground.address, "--resources", "CPU=1", *QUICK)
+    line = ("--backend", "ray", "--ray-address", ground.address, "--resources", resources, *QUICK, *more)
     return Job(folder, *line, str(SCRIPTS / "allreducing.py"), str(folder))
 
 
@@ -54,6 +54,27 @@ def test_an_actor_is_killed(ground: RayGround, tmp_path: Path) -> None:
         told = job.dlrover("explain")
         assert "WORKER_DIED" in told, told
         assert "worker-1-1" in told, told
+    assert len(dlrover_ray(ground, "ls").splitlines()) == 1
+    assert processes_of(run) == []
+
+
+@pytest.mark.nightly(reason="a standby becomes a node by day in test_ray_backend")
+def test_a_warm_node_takes_a_dead_ones_place(ground: RayGround, tmp_path: Path) -> None:
+    """The agent that waited without a name trains as the next incarnation; another one is made, and at the end all are gone."""
+    with job_of(ground, tmp_path, "--standby", "1", resources="CPU=0.5") as job:
+        step = job.trains(1, beyond=3)["step"]
+        run = job.settings["run"]
+        job.until(lambda status: status["standbys"] == 1, "a standby that waits")
+        [warm] = {parent_of(pid) for pid in processes_of(run, with_env="DLROVER_STANDBY=worker")} - set(
+            processes_of(run)
+        )
+        os.kill(keeper_of(run, "worker-1-0"), signal.SIGKILL)
+        job.until(lambda status: status["step"] > step and status["generation"] > 1, "steps after the incident")
+        assert Path(f"/proc/{warm}").exists()
+        job.until(lambda status: status["standbys"] == 1, "another standby")
+        job.finish()
+        assert job.ended() == 0, job.said
+        assert "standby" in job.dlrover("explain")
     assert len(dlrover_ray(ground, "ls").splitlines()) == 1
     assert processes_of(run) == []
 

@@ -59,7 +59,7 @@ def test_images_that_are_none(line: tuple[str, ...], said: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (("--backend", "ray", "--standby", "1"), r"1, but the nodes of --backend ray have none: .*; leave it out"),
+        (("--backend", "a.b:C", "--standby", "1"), r"1, but the nodes of --backend a.b:C have none: .*; leave it out"),
         (
             ("--backend", "k8s", "--queue", "q", "--standby", "2"),
             r"2, with queue q: a standby would be taken from the quota",

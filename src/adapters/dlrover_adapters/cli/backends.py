@@ -85,11 +85,11 @@ def _check_standbys(options: Options, choice: Choice) -> None:
     asked = max([getattr(options, "standby", 0), *groups])
     if asked <= 0:
         return
-    if choice.name != KUBERNETES:
+    if choice.name not in {KUBERNETES, RAY}:
         raise SpecError(
             "standby",
-            f"{asked}, but the nodes of --backend {options.backend} have none: local nodes and pods (--backend k8s) are "
-            "kept warm; leave it out",
+            f"{asked}, but the nodes of --backend {options.backend} have none: local nodes, pods (--backend k8s) and actors "
+            "(--backend ray) are kept warm; leave it out",
         )
     for part in choice.args.split(","):
         key, _, value = part.partition("=")

@@ -14,15 +14,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 from typing import Any, Union
 
-from dlrover_backends.ray import faults, mastery, settings
+from dlrover_backends.ray import faults, mastery, settings, warm
 from dlrover_backends.shared import asking, wire
 from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage, SpecError
 from dlrover_core.job.orders import NodeLaunch
-from dlrover_core.runtime.backend import Changed, Listed
+from dlrover_core.runtime.backend import Changed, Listed, Wanted
 from dlrover_core.runtime.backends import TOKEN, BackendContext
 from dlrover_core.runtime.within import within
 
@@ -53,25 +53,49 @@ class RayBackend:
         self._here, self._told = here, settings.read(here)
         self._own: tempfile.TemporaryDirectory[str] | None = None
         self._starting = asyncio.Lock()
+        self._warm = warm.Warm(self._order, self._call)
         self._desk: subprocess.Popen[bytes] | None = None
 
     # ---- the port
 
-    async def launch(self, node: NodeLaunch, token: int) -> None:
-        """Place the node's actor. Raises `LaunchRefused`, `StaleToken`, and `CoreError` where the outcome is unknown."""
+    async def launch(self, node: NodeLaunch, token: int) -> str | None:
+        """Place the node's actor, or make a standby the node and return its seat.
+
+        Raises `LaunchRefused`, `StaleToken`, and `CoreError` where the outcome is unknown.
+        """
         try:
             order = self._order(node)
         except SpecError as error:
             raise LaunchRefused(str(error), permanent=True) from error
-        await self._call("launch", token, order)
+        seat = await self._call("launch", token, order, self._warm.fit(node, order))
+        return str(seat) if seat else None
+
+    async def sized(self, wanted: Wanted, token: int) -> None:
+        """The job wants so many standbys."""
+        self._warm.sized(wanted, token)
+
+    def heard(self, seats: Collection[str]) -> None:
+        """Agents of standbys wait in these seats, and answer."""
+        self._warm.heard(seats)
 
     async def delete(self, name: str, token: int, grace_s: float) -> None:
         """Have the node's keeper end its agent: SIGTERM, after ``grace_s`` SIGKILL. Raises `StaleToken`, `CoreError`."""
         await self._call("delete", token, name, float(grace_s))
 
-    def observe(self) -> AsyncIterator[Union[Listed, Changed]]:
-        """`Listed` first and after every desk that was lost, then one `Changed` for every change. Ends when cancelled."""
-        return asking.observe(self._path, who="the desk", pauses_s=RECONNECT_S, first=self._serve)
+    async def observe(self) -> AsyncIterator[Union[Listed, Changed]]:
+        """`Listed` first and after every desk that was lost, then one `Changed` for every change. Ends when cancelled.
+
+        Meanwhile standbys are kept.
+        """
+        keeping = asyncio.ensure_future(self._warm.run())
+        try:
+            both = asking.observe(self._path, who="the desk", pauses_s=RECONNECT_S, first=self._serve)
+            async with contextlib.aclosing(both) as seen:
+                async for one in seen:
+                    yield one
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
 
     async def room(self, group: str) -> int | None:  # noqa: ARG002  # the port's
         """Only Ray's scheduler, and its autoscaler, know what would start now."""
@@ -185,6 +209,7 @@ class RayBackend:
             "labels": told.labels(),
             "avoid": node.avoid,
             "runtime_env": env,
+            "again": node.incarnation > 0,
             "plan": {
                 "command": here.command,
                 "arguments": here.arguments,

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -23,6 +23,7 @@ from dlrover_backends.ray import fencing, names, private
 from dlrover_backends.ray.keeper import ORDERS, Keeper
 from dlrover_backends.ray.names import Run
 from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
+from dlrover_backends.ray.seating import RETIRED, Seating
 from dlrover_core.errors import CoreError
 
 NODE_ID = "ray.io/node-id"
@@ -44,6 +45,9 @@ class Order(NamedTuple):
     avoid:       names of hosts that it must not run on
     runtime_env: Ray's runtime environment
     plan:        how its keeper starts the agent: a `keeper.Plan` as a dictionary
+    again:       is the node the next one of its place? Then a standby may be it
+    group:       of a standby, its group; empty: it is a node
+    shape:       of a standby, what nodes it fits
     """
 
     name: str
@@ -53,6 +57,20 @@ class Order(NamedTuple):
     avoid: tuple[str, ...] = ()
     runtime_env: Mapping[str, Any] = {}  # as above
     plan: Mapping[str, Any] = {}  # as above
+    again: bool = False
+    group: str = ""
+    shape: str = ""
+
+
+class Made(NamedTuple):
+    """What an order has come to.
+
+    new:  was it made by this order?
+    seat: the standby that the node is; empty: it has an actor of its own
+    """
+
+    new: bool
+    seat: str = ""
 
 
 class StillAlive(CoreError):
@@ -71,11 +89,13 @@ class Cluster:
 
     ``address``: of the cluster's state service, once it is connected
     ``ended``: ids of hosts whose raylet has ended, though Ray does not know it yet; no node is placed there
+    ``seating``: which nodes standbys are
     """
 
     def __init__(self, run: Run) -> None:
         self.run, self.address = run, ""
         self.ended: set[str] = set()
+        self.seating = Seating(run)
 
     def connect(self, address: str) -> None:
         """Join the cluster as a driver. Raises whatever Ray does: `faults.of_connect` knows what it means."""
@@ -111,11 +131,22 @@ class Cluster:
             )
             for one in ray.nodes()
         }
-        actors: dict[str, Actor] = {}
+        actors, standbys, retired = dict[str, Actor](), dict[str, Actor](), set[str]()
         for actor in private.actors(self.run.space):
-            if actor.namespace == self.run.space and (actor.name not in actors or not actor.is_dead):
-                actors[actor.name] = actor
-        return Snapshot(actors, hosts, {one.name: one for one in groups(self.run.space + "/")})
+            if actor.namespace != self.run.space:
+                continue
+            node = self.seating.taker(actor.name) if names.is_standby(actor.name) else actor.name
+            if not node:
+                standbys[actor.name] = actor
+                retired.update({actor.name} if node == RETIRED else ())
+            elif node not in actors or not actor.is_dead:
+                actors[node] = actor if node == actor.name else actor._replace(name=node, seat=actor.name)
+        found = {one.name: one for one in groups(self.run.space + "/")}
+        return Snapshot(actors, hosts, found, standbys, frozenset(retired))
+
+    def free(self) -> Mapping[str, Mapping[str, float]]:
+        """The resources that each host has left, by its id."""
+        return private.free()
 
     def deleted(self) -> set[str]:
         """The names that have been deleted; none of them is used again."""
@@ -123,10 +154,11 @@ class Cluster:
         return {key.removeprefix(prefix) for key in private.keys(prefix)}
 
     def place(self, name: str) -> Place:
-        """What a node was launched with."""
+        """What a node, or a standby, was launched with."""
         raw = private.get(self.run.key(names.PLACE, name))
         told = json.loads(raw) if raw else {}
-        return Place(told.get("wants") or {}, tuple(told.get("avoid") or ()))
+        avoid = tuple(told.get("avoid") or ())
+        return Place(told.get("wants") or {}, avoid, told.get("group", ""), told.get("shape", ""))
 
     # ---- orders
 
@@ -134,24 +166,34 @@ class Cluster:
         """The highest token of a master that has given orders, this one among them."""
         return fencing.newest(self.run.key(names.TOKEN), token)
 
-    def create(self, order: Order) -> bool:
-        """Make a node's placement group and its keeper; False: it was made before. Raises `ValueError` for what Ray refuses."""
+    def create(self, order: Order, fitting: Sequence[str] = (), without: Collection[str] = ()) -> Made:
+        """Make a node's placement group and its keeper, unless a standby becomes it.
+
+        ``fitting``: standbys that may, the best first; ``without``: ids of hosts that it must not run on. Raises `ValueError` for
+        what Ray refuses, and `LaunchRefused`.
+        """
         key = self.run.key(names.PLACE, order.name)
         raw = private.get(key)
-        if raw is not None and json.loads(raw).get("made"):
-            return False  # dead or alive: a name is used once
+        if raw is not None and json.loads(raw).get("made"):  # dead or alive: a name is used once
+            return Made(new=False, seat=self.seating.seat_of(order.name) if order.again else "")
         hosts = [one for one in ray.nodes() if one["Alive"]]
         wants = dict(order.wants)
         if order.gpus_if_any and any(one["Resources"].get("GPU") for one in hosts):
             wants["GPU"] = float(order.gpus_if_any)
-        kept = {"wants": wants, "avoid": list(order.avoid)}
+        kept: dict[str, Any] = {"wants": wants, "avoid": list(order.avoid)}
+        if order.group:
+            kept |= {"group": order.group, "shape": order.shape}
         if raw is None:
             private.put(key, json.dumps(kept).encode(), overwrite=False)
-        self._make(order, wants, hosts)
+        seat = self.seating.decide(order.name, fitting) if order.again else ""
+        if not seat:
+            self._make(order, wants, hosts, without)
         private.put(key, json.dumps({**kept, "made": True}).encode())
-        return True
+        return Made(new=True, seat=seat)
 
-    def _make(self, order: Order, wants: Mapping[str, float], hosts: Iterable[Mapping[str, Any]]) -> None:
+    def _make(
+        self, order: Order, wants: Mapping[str, float], hosts: Iterable[Mapping[str, Any]], without: Collection[str]
+    ) -> None:
         """The group and the actor, unless a desk that died here before has made them."""
         if any(one.name == order.name and one.namespace == self.run.space for one in private.actors(self.run.space)):
             return
@@ -159,7 +201,9 @@ class Cluster:
         avoided = [
             one["NodeID"]
             for one in hosts
-            if (one.get("NodeName") or one["NodeManagerAddress"]) in order.avoid or one["NodeID"] in self.ended
+            if (one.get("NodeName") or one["NodeManagerAddress"]) in order.avoid
+            or one["NodeID"] in self.ended
+            or one["NodeID"] in without
         ]
         if avoided:
             labels[NODE_ID] = f"!in({','.join(avoided)})"
@@ -240,7 +284,7 @@ class Cluster:
 
     def end(self, actor: Actor, grace_s: float) -> None:
         """Have an actor end. Its keeper buries its agent before; one that is not there yet has none."""
-        handle = self.handle(actor.name)
+        handle = self.handle(actor.called)
         if handle is not None and actor.state == "ALIVE":
             handle.stop.remote(grace_s)
         elif handle is not None:
@@ -263,12 +307,12 @@ class Cluster:
         began, told = time.monotonic(), set[str]()
         while True:
             seen, spent_s = self.look(), time.monotonic() - began
-            living = [actor for actor in seen.actors.values() if not actor.is_dead]
+            living = [one for one in (*seen.actors.values(), *seen.standbys.values()) if not one.is_dead]
             if not living or spent_s > bound_s:
                 break
             for actor in living:
                 if spent_s > bound_s / 2:
-                    self.kill(actor.name)
+                    self.kill(actor.called)
                 elif actor.id not in told:
                     self.end(actor, CLEAR_GRACE_S)
                 told.add(actor.id)
@@ -277,7 +321,7 @@ class Cluster:
         for name in seen.groups:
             self.remove_group(name.removeprefix(prefix))
         if living:
-            raise StillAlive(self.run, [actor.name for actor in living], bound_s)
+            raise StillAlive(self.run, [actor.called for actor in living], bound_s)
         private.remove(self.run.space + "/")
 
 

@@ -25,6 +25,7 @@ import structlog
 from dlrover_backends.ray import faults
 from dlrover_backends.ray.lookout import Lookout
 from dlrover_backends.ray.names import Run
+from dlrover_backends.ray.standbys import Reserve, Standbys, seat_of
 from dlrover_backends.shared import wire
 from dlrover_backends.shared.asking import StaleToken
 from dlrover_backends.shared.conversations import Conversations
@@ -47,6 +48,7 @@ class Desk:
     def __init__(self, cluster: Cluster, path: Path) -> None:
         self._cluster, self._path = cluster, path
         self._lookout = Lookout(cluster)
+        self._standbys = Standbys(cluster, self._lookout)
         self._ordering = asyncio.Lock()
         self._over = asyncio.Event()
         self._conversations = Conversations(self._answer, self._observed)
@@ -79,7 +81,7 @@ class Desk:
         if highest > token:
             raise StaleToken(token, highest)
 
-    async def _launch(self, token: int, fields: dict[str, Any]) -> tuple[object, ...]:
+    async def _launch(self, token: int, fields: dict[str, Any], fit: dict[str, Any]) -> tuple[object, ...]:
         from dlrover_backends.ray.cluster import Order
 
         order = Order(**fields)
@@ -87,16 +89,28 @@ class Desk:
             await self._fence(token)
             if order.name in await asyncio.to_thread(self._cluster.deleted):
                 raise LaunchRefused(f"{order.name} was here and was deleted; a name is used once", permanent=True)
+            fitting: list[str] = []
+            if fit:
+                await self._lookout.look()
+                fitting = self._standbys.fitting(fit["group"], fit["shape"], fit["heard"], order.avoid)
             try:
-                made = await asyncio.to_thread(self._cluster.create, order)
+                made = await asyncio.to_thread(self._cluster.create, order, fitting)
+            except LaunchRefused:
+                raise
             except Exception as error:
                 fault = faults.of_order(error)
                 if fault is None:
                     raise
                 raise LaunchRefused(fault.text, permanent=fault.permanent) from error
-        if made:
-            log.info("node is placed", node=order.name, wants=dict(order.wants))
+        if made.new:
+            log.info("node is placed", node=order.name, wants=dict(order.wants), standby=made.seat)
             self._lookout.wake()
+        return ("done", seat_of(made.seat) if made.seat else None)
+
+    async def _reserve(self, token: int, wanted: tuple[Any, ...]) -> tuple[object, ...]:
+        async with self._ordering:
+            await self._fence(token)
+            await self._standbys.level([Reserve(**one) for one in wanted])
         return ("done", None)
 
     async def _delete(self, token: int, name: str, grace_s: float) -> tuple[object, ...]:
@@ -127,8 +141,10 @@ class Desk:
 
     async def _answer(self, request: tuple[Any, ...]) -> tuple[object, ...]:
         match request:
-            case ("launch", int(token), dict(fields)):
-                return await self._launch(token, fields)
+            case ("launch", int(token), dict(fields), dict(fit)):
+                return await self._launch(token, fields, fit)
+            case ("reserve", int(token), tuple(wanted)):
+                return await self._reserve(token, wanted)
             case ("delete", int(token), str(name), grace_s):
                 return await self._delete(token, name, float(grace_s))
             case ("check", dict(labels)):

@@ -12,6 +12,7 @@ from typing import Any
 
 from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
 from dlrover_backends.shared.process import told
+from dlrover_core.job.nodes import STANDBY_SEAT
 from dlrover_core.runtime.backend import AVOIDED, Observation
 
 TEXT_MAX = 300
@@ -32,14 +33,15 @@ def observation(actor: Actor, seen: Snapshot, group: Group | None, place: Place,
         age_us = max(0, int(wall_s * 1e6) - actor.ended_ms * 1000) if actor.ended_ms else 0
         phase, code, reason = ending(actor.cause)
         return Observation(actor.name, phase, code, reason, name, age_us=age_us)
+    seat = f"{STANDBY_SEAT}{actor.seat}" if actor.seat else ""
     if actor.state != "ALIVE":
-        return Observation(actor.name, "pending", host=name, waits=_waits(group, place, seen.hosts))
+        return Observation(actor.name, "pending", host=name, waits=_waits(group, place, seen.hosts), seat=seat)
     if host is not None and host.ended:
         return Observation(actor.name, "failed", -1, f"NODE_DIED: the raylet of {name} has ended", name)
     if host is not None and not host.alive:
         return Observation(actor.name, "lost", reason=f"NODE_DIED: the cluster has lost {name}", host=name)
     notice, notice_us = _notice(host, wall_s)
-    return Observation(actor.name, "running", host=name, notice=notice, notice_us=notice_us)
+    return Observation(actor.name, "running", host=name, notice=notice, notice_us=notice_us, seat=seat)
 
 
 def ending(cause: Mapping[str, Any]) -> tuple[str, int, str]:

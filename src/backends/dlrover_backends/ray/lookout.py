@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -35,14 +35,14 @@ log = structlog.get_logger("dlrover.desk")
 
 
 class Lookout:
-    """Looks at one run. Use it in one event loop; what blocks is done in threads."""
+    """Looks at one run. Use it in one event loop; what blocks is done in threads. ``seen``: what was seen last."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._loop = asyncio.get_running_loop()
         self._observers: set[Observer] = set()
         self._nodes: dict[str, Observation] = {}
-        self._actors: dict[str, Actor] = {}
+        self.seen = Snapshot({}, {}, {})
         self._places: dict[str, Place] = {}
         self._listening: set[str] = set()
         self._silent: set[str] = set()
@@ -63,7 +63,16 @@ class Lookout:
 
     def actor(self, name: str) -> Actor | None:
         """The node's actor as it was seen last."""
-        return self._actors.get(name)
+        return self.seen.actors.get(name)
+
+    @property
+    def nodes(self) -> Mapping[str, Observation]:
+        """What was observed last of nodes, by their names."""
+        return self._nodes
+
+    def place(self, name: str) -> Place:
+        """What a node, or a standby, was launched with, as far as it was seen."""
+        return self._places.get(name, Place())
 
     def ends(self, name: str, grace_s: float) -> None:
         """A node was told to end: look again soon, and have it killed where it does not."""
@@ -92,9 +101,9 @@ class Lookout:
             for name, actor in seen.actors.items():
                 if name in deleted and actor.is_dead:
                     continue
-                group = seen.groups.get(self._cluster.run.group(name))
+                group = seen.groups.get(self._cluster.run.group(actor.called))
                 nodes[name] = endings.observation(actor, seen, group, self._places[name], time.time())
-            before, self._nodes, self._actors = self._nodes, nodes, dict(seen.actors)
+            before, self._nodes, self.seen = self._nodes, nodes, seen
             for name, node in nodes.items():
                 if name not in before or _is_news(before[name], node):
                     self._tell(node)
@@ -104,7 +113,7 @@ class Lookout:
 
     def _seen(self) -> tuple[Snapshot, set[str]]:
         seen, deleted = self._believed(self._cluster.look()), self._cluster.deleted()
-        for name in seen.actors:
+        for name in (*seen.actors, *seen.standbys):
             if name not in self._places:
                 self._places[name] = self._cluster.place(name)
         return seen, deleted
@@ -115,7 +124,7 @@ class Lookout:
         A raylet takes its actors with it; and one that is started again has another id.
         """
         ended = self._cluster.ended & {host.id for host in seen.hosts.values() if host.alive}
-        for actor in seen.actors.values():
+        for actor in (*seen.actors.values(), *seen.standbys.values()):
             host = seen.hosts.get(actor.host_id)
             if actor.id not in self._silent or host is None or host.id in ended or not host.alive:
                 continue
@@ -133,23 +142,24 @@ class Lookout:
     def _tidy(self, seen: Snapshot, deleted: set[str]) -> None:
         """Give back the places of the dead, listen to the living, and end what was told to end and has not. Blocks."""
         now = time.monotonic()
-        for name, actor in seen.actors.items():
+        for name, actor in (*seen.actors.items(), *seen.standbys.items()):
             if actor.is_dead:
                 self._listening.discard(actor.id)
                 self._silent.discard(actor.id)
                 self._due.pop(name, None)
-                if self._cluster.run.group(name) in seen.groups:
-                    self._cluster.remove_group(name)
+                if self._cluster.run.group(actor.called) in seen.groups:
+                    self._cluster.remove_group(actor.called)
                 continue
             self._listen(actor)
-            if name in deleted and now > self._due.setdefault(name, now + KILL_WAIT_S):
+            is_over = name in deleted or name in seen.retired
+            if is_over and now > self._due.setdefault(name, now + KILL_WAIT_S):
                 log.warning("a keeper does not end, and is killed", node=name)
-                self._cluster.kill(name)
+                self._cluster.kill(actor.called)
 
     def _listen(self, actor: Actor) -> None:
         if actor.id in self._listening:
             return
-        handle = self._cluster.handle(actor.name)
+        handle = self._cluster.handle(actor.called)
         if handle is None:
             return
         self._listening.add(actor.id)

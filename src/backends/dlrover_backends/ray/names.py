@@ -13,6 +13,8 @@ from urllib.parse import quote, unquote
 
 PREFIX = "dlrover:"
 TOKEN, PLACE, DELETED, ENV = "token", "place", "deleted", "env"  # kinds of keys; the token is a number
+SEATED, TAKEN = "seated", "taken"  # what a node is to be, and whose a standby is
+_STANDBY = "-standby"
 
 
 class Run(NamedTuple):
@@ -45,6 +47,22 @@ def run_of(space: str) -> Run | None:
     if len(words) != 3 or f"{words[0]}:" != PREFIX:
         return None
     return Run(unquote(words[1]), unquote(words[2]))
+
+
+def standby(job: str, group: str, number: int) -> str:
+    """The name of a standby's actor. Nodes' names end with two numbers."""
+    return f"{job}-{group}{_STANDBY}-{number}"
+
+
+def is_standby(actor: str) -> bool:
+    """Was the actor of this name made as a standby? It may be a node by now."""
+    head, _, number = actor.rpartition("-")
+    return head.endswith(_STANDBY) and number.isascii() and number.isdecimal()
+
+
+def number_of(actor: str) -> int:
+    """The number of a standby."""
+    return int(actor.rpartition("-")[2])
 
 
 def folders(env: Mapping[str, Any]) -> list[str]:

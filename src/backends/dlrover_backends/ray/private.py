@@ -21,7 +21,10 @@ def missing() -> str:
     from ray.experimental import internal_kv
 
     for owner, names in (
-        (state.GlobalState, ("_connect_and_get_accessor", "get_draining_nodes", "job_table")),
+        (
+            state.GlobalState,
+            ("_connect_and_get_accessor", "get_draining_nodes", "job_table", "available_resources_per_node"),
+        ),
         (
             internal_kv,
             ("_internal_kv_get", "_internal_kv_put", "_internal_kv_del", "_internal_kv_list", "_internal_kv_exists"),
@@ -66,6 +69,14 @@ def draining() -> Mapping[str, int]:
     from ray._private.state import state
 
     return dict(state.get_draining_nodes())
+
+
+def free() -> Mapping[str, Mapping[str, float]]:
+    """The resources that each host has left, by the host's id."""
+    from ray._private.state import state
+
+    found: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
+    return found
 
 
 def get(key: str) -> bytes | None:

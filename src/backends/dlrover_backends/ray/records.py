@@ -13,13 +13,14 @@ class Actor(NamedTuple):
     """One actor, a living or a dead one.
 
     id:        Ray's id, in hexadecimal digits
-    name:      the node's name
+    name:      the node's name; of a standby that is no node its own
     namespace: Ray's namespace, which is the run's
     state:     DEPENDENCIES_UNREADY, PENDING_CREATION, ALIVE, RESTARTING or DEAD
     host_id:   the id of the host that it is or was on; empty: on none yet
     pid:       its process there; 0: none yet
     ended_ms:  when it ended, by the cluster's wall clock; 0: not yet
     cause:     Ray's ActorDeathCause, with the names of its fields; empty: it is not dead
+    seat:      the own name of a standby that is a node; empty: ``name`` is its name
     """
 
     id: str
@@ -30,6 +31,12 @@ class Actor(NamedTuple):
     pid: int = 0
     ended_ms: int = 0
     cause: Mapping[str, Any] = {}  # never written to
+    seat: str = ""
+
+    @property
+    def called(self) -> str:
+        """Its name in Ray."""
+        return self.seat or self.name
 
     @property
     def is_dead(self) -> bool:
@@ -94,18 +101,28 @@ class Place(NamedTuple):
 
     wants: the resources of its bundle
     avoid: names of hosts that it must not run on
+    group: of a standby, whose next node it may be; empty: it is no standby
+    shape: of a standby, what nodes it fits
     """
 
     wants: Mapping[str, float] = {}  # as above
     avoid: tuple[str, ...] = ()
+    group: str = ""
+    shape: str = ""
 
 
 class Snapshot(NamedTuple):
     """All of a run at one time.
 
-    actors: by their nodes' names; hosts: by their ids; groups: by our names
+    actors:   nodes' actors, by the nodes' names
+    hosts:    by their ids
+    groups:   placement groups by our names
+    standbys: actors that are no nodes, by their own names
+    retired:  those of them that no node will be
     """
 
     actors: Mapping[str, Actor]
     hosts: Mapping[str, Host]
     groups: Mapping[str, Group]
+    standbys: Mapping[str, Actor] = {}  # as above
+    retired: frozenset[str] = frozenset()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Union, cast
 
@@ -51,7 +51,7 @@ async def observe(
     who: str,
     pauses_s: Sequence[float],
     first: Callable[[], Awaitable[None]] | None = None,
-) -> AsyncIterator[Union[Listed, Changed]]:
+) -> AsyncGenerator[Union[Listed, Changed], None]:
     """`Listed` first and after every lost connection, then one `Changed` for every change. Ends when cancelled.
 
     ``words``: said behind ``observe``; ``who``: the host's name in our log; ``pauses_s``: before each new connection, the last
