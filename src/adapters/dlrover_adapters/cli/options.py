@@ -253,8 +253,7 @@ def _ours(ours: argparse._ArgumentGroup) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="agents kept warm to take a dead node's place, on this host, or in pods or actors with --backend k8s or ray "
-        "(default 0)",
+        help="agents kept warm to take a dead node's place: on this host, in pods, or in actors of Ray (default 0)",
     )
     ours.add_argument(
         "--log-bytes-max",
