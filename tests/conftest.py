@@ -51,6 +51,8 @@ SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 # torch looks up the name of every address that it connects to, in the test process too: a datagram that is lost costs 5 s else.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+# aiohttp reads the system's authorities as it is imported, 60 ms of each agent and each master; tests trust none but their own.
+os.environ.setdefault("SSL_CERT_FILE", os.devnull)
 
 
 def pytest_configure(config: pytest.Config) -> None:
