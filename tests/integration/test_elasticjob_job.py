@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import BIN, SCRIPTS
+from running import BIN, SCRIPTS, WITHOUT_TORCH
 
 from dlrover_backends.fake_k8s import Ground
 from dlrover_backends.fake_k8s.kubelet.client import MERGE, Denied
@@ -146,7 +146,7 @@ class Applied:
 def made_job(tmp_path: Path) -> Iterator[Applied]:
     """A cluster of two nodes that knows ElasticJobs, and an operator."""
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    with Ground(2, extra={"PATH": path}) as ground:
+    with Ground(2, extra={**WITHOUT_TORCH, "PATH": path}) as ground:
         job = Applied(ground, tmp_path)
         job.ask("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd.definition())
         job.until(job.is_served, "the definition is served")

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import BIN, SCRIPTS, eventually
+from commands import dlrover
+from running import BIN, SCRIPTS, WITHOUT_TORCH, eventually
 from tools.etcd_cluster import Cluster
 
 from dlrover_backends.fake_k8s import Ground, account
 
 BOUND_S = 90.0
 COMMANDS = {
-    "dlrover": (str(BIN / "dlrover"),),
     "dlrover-run": (str(BIN / "dlrover-run"),),
     "kubectl-dlrover": (sys.executable, "-m", "dlrover_adapters.cli.kubectl"),
 }
@@ -44,19 +44,23 @@ class Detached:
 
     def says(self, command: str, *words: str, status: int | None = 0) -> str:
         """What a command prints; it must end with this status, if one is given."""
-        done = subprocess.run(
-            [*COMMANDS[command], *words],
-            env={**os.environ, "KUBECONFIG": str(self.config), "DLROVER_TOKEN": ""},
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=BOUND_S,
-            check=False,
-        )
-        assert status in {None, done.returncode}, f"{command} {' '.join(words)}: {done.returncode}\n{done.stdout}"
-        return done.stdout
+        env = {**os.environ, "KUBECONFIG": str(self.config), "DLROVER_TOKEN": ""}
+        if command == "dlrover":
+            done = dlrover(words, env, self.folder)
+        else:
+            done = subprocess.run(
+                [*COMMANDS[command], *words],
+                env=env,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=BOUND_S,
+                check=False,
+            )
+        said = done.stdout + done.stderr
+        assert status in {None, done.returncode}, f"{command} {' '.join(words)}: {done.returncode}\n{said}"
+        return said
 
     def start(self, *log: str) -> str:
         """Start it, with a log elsewhere than on the claim if one is named; what `dlrover-run` says."""
@@ -109,7 +113,7 @@ class Detached:
 def made_job(tmp_path: Path) -> Iterator[Detached]:
     """A cluster of two nodes, with a claim."""
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    with Ground(2, extra={"PATH": path}) as ground:
+    with Ground(2, extra={**WITHOUT_TORCH, "PATH": path}) as ground:
         claim = {"metadata": {"name": "logs"}, "spec": {"accessModes": ["ReadWriteOncePod"]}}
         kind = ground.call(lambda: ground.server.api.kind("", "v1", "persistentvolumeclaims"))
         ground.call(lambda: ground.server.api.create(kind, "train", claim))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from commands import dlrover
-from running import BIN, SCRIPTS, eventually
+from running import BIN, SCRIPTS, WITHOUT_TORCH, eventually
 from tests.integration.ray_grounds import RayGround, parent_of, processes_of, ray_ground
 from tools.etcd_cluster import Cluster
 
@@ -24,7 +24,8 @@ LEAN = ("--preload", "none", "--set", "stop_grace_s=5", "--nnodes", "2", "--reso
 @pytest.fixture(name="ground", scope="module")
 def made_ground() -> Iterator[RayGround]:
     """Two hosts."""
-    with ray_ground({"num_cpus": 1, "node_name": "first"}, {"num_cpus": 1, "node_name": "second"}) as ground:
+    hosts = ({"num_cpus": 1, "node_name": "first"}, {"num_cpus": 1, "node_name": "second"})
+    with ray_ground(*hosts, env=WITHOUT_TORCH) as ground:
         yield ground
 
 
@@ -37,19 +38,22 @@ class Detached:
 
     def says(self, command: str, *words: str, status: int | None = 0) -> str:
         """What a command prints; it must end with this status, if one is given."""
-        done = subprocess.run(
-            [str(BIN / command), *words],
-            env=self.env,
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=BOUND_S,
-            check=False,
-        )
-        assert status in {None, done.returncode}, f"{command} {' '.join(words)}: {done.returncode}\n{done.stdout}"
-        return done.stdout
+        if command == "dlrover":
+            done = dlrover(words, self.env, self.folder)
+        else:
+            done = subprocess.run(
+                [str(BIN / command), *words],
+                env=self.env,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=BOUND_S,
+                check=False,
+            )
+        said = done.stdout + done.stderr
+        assert status in {None, done.returncode}, f"{command} {' '.join(words)}: {done.returncode}\n{said}"
+        return said
 
     def start(self, job: str, *more: str, status: int = 0) -> str:
         """Start a detached job; what `dlrover-run` says."""

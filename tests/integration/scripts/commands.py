@@ -20,14 +20,16 @@ IMPORTED = (
 )
 
 
-def dlrover(words: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """What ``dlrover WORDS`` prints and with what it ends, in this working directory. ``env``: all of its environment."""
+def dlrover(
+    words: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What ``dlrover WORDS`` prints and with what it ends. ``env``: all of its environment; ``cwd``: this directory, if none."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
         environment = dict(os.environ if env is None else env)
-        process = context.Process(target=_run, args=(list(words), environment, str(out), str(err)))
+        process = context.Process(target=_run, args=(list(words), environment, str(out), str(err), cwd))
         process.start()
         process.join(BOUND_S)
         if process.exitcode is None:
@@ -39,8 +41,10 @@ def dlrover(words: Sequence[str], env: Mapping[str, str] | None = None) -> subpr
         return subprocess.CompletedProcess(["dlrover", *words], code, out.read_text(), err.read_text())
 
 
-def _run(words: list[str], environment: dict[str, str], out: str, err: str) -> None:
+def _run(words: list[str], environment: dict[str, str], out: str, err: str, cwd: Path | None) -> None:
     """The whole life of the forked process."""
+    if cwd is not None:
+        os.chdir(cwd)
     from dlrover_adapters.cli.main import main  # only this process needs it
 
     os.environ.clear()
