@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from running import NO_TORCH
 
 Make = Callable[..., Any]
 
@@ -49,6 +50,12 @@ def package(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(map(str, paths)), "DLROVER_WARM": "core"}
 
 
+@pytest.fixture
+def light(package: dict[str, str]) -> dict[str, str]:
+    """The same, with what stands for torch: for scripts of which only the imports count."""
+    return {**package, "PYTHONPATH": os.pathsep.join((NO_TORCH, package["PYTHONPATH"]))}
+
+
 def test_the_second_run_forks_workers_that_have_what_the_first_imported(
     rig: Make, tmp_path: Path, package: dict[str, str]
 ) -> None:
@@ -78,14 +85,14 @@ def test_the_second_run_forks_workers_that_have_what_the_first_imported(
 
 
 def test_what_reads_a_variable_that_the_script_sets_is_never_imported_ahead(
-    rig: Make, tmp_path: Path, package: dict[str, str]
+    rig: Make, tmp_path: Path, light: dict[str, str]
 ) -> None:
     """``os.environ[...] = ...`` above an import has its effect in every run."""
     script, lists = SCRIPT.format(before="os.environ['SLOWLY'] = 'set'", steps=COUNTED), tmp_path / "imports"
 
     async def test() -> None:
         for _ in range(2):
-            async with rig(script, torch=True, env=package, imports=str(lists)) as one:
+            async with rig(script, torch=True, env=light, imports=str(lists)) as one:
                 await one.run()
                 assert (await one.told())[1:5] == [False, False, False, "set"]
         (path,) = lists.iterdir()
@@ -115,13 +122,13 @@ child.kill()
 
 
 def test_a_script_that_sets_such_a_variable_only_now_begins_again_without_the_list(
-    rig: Make, tmp_path: Path, package: dict[str, str]
+    rig: Make, tmp_path: Path, light: dict[str, str]
 ) -> None:
     """All ranks, in their own processes and at no cost; and the next workers are forked without the list."""
     script, lists = SOMETIMES.format(joins="", steps=COUNTED), tmp_path / "imports"
 
     async def test() -> None:
-        for env in (package, package | {"SETS": "1"}):
+        for env in (light, light | {"SETS": "1"}):
             async with rig(script, torch=True, env=env, imports=str(lists), nproc=2) as one:
                 for loaded in (False, False) if "SETS" in env else (False,):
                     await one.start()
@@ -182,7 +189,7 @@ tell(ahead, slowly.VALUE, looks_at_argv.ARGV == sys.argv)
 
 
 def test_a_script_s_own_path_and_arguments_have_their_effect_in_every_run(
-    rig: Make, tmp_path: Path, package: dict[str, str]
+    rig: Make, tmp_path: Path, light: dict[str, str]
 ) -> None:
     """Packages that it finds in a folder of its own are never imported ahead; what looks at ``sys.argv`` sees the script's."""
     (tmp_path / "other" / "site-packages").mkdir(parents=True)
@@ -192,7 +199,7 @@ def test_a_script_s_own_path_and_arguments_have_their_effect_in_every_run(
     async def test() -> None:
         for ahead in (False, True):
             async with rig(
-                ELSEWHERE.format(steps=COUNTED), torch=True, env=package, imports=str(tmp_path / "imports")
+                ELSEWHERE.format(steps=COUNTED), torch=True, env=light, imports=str(tmp_path / "imports")
             ) as one:
                 await one.run()
                 assert (await one.told())[1:] == [[False, ahead], "other", True]
@@ -202,7 +209,7 @@ def test_a_script_s_own_path_and_arguments_have_their_effect_in_every_run(
 
 
 def test_a_list_that_leaves_threads_behind_is_cut_and_remembered(
-    rig: Make, tmp_path: Path, package: dict[str, str]
+    rig: Make, tmp_path: Path, light: dict[str, str]
 ) -> None:
     """Modules before the one that starts a thread are kept; a later run does not try the others again."""
     threaded = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
@@ -210,12 +217,12 @@ def test_a_list_that_leaves_threads_behind_is_cut_and_remembered(
     script, lists = SCRIPT.format(before="import slowly, threaded", steps=COUNTED), tmp_path / "imports"
 
     async def test() -> None:
-        async with rig(script, torch=True, env=package, imports=str(lists)) as one:
+        async with rig(script, torch=True, env=light, imports=str(lists)) as one:
             await one.run()
         (path,) = lists.iterdir()
         assert "threaded" in json.loads(path.read_text())["modules"]
         for _ in range(2):
-            async with rig(script, torch=True, env=package, imports=str(lists)) as one:
+            async with rig(script, torch=True, env=light, imports=str(lists)) as one:
                 await one.run()
                 assert (await one.told())[1:4] == [True, False, False]
                 assert one.launcher.refused == {}
