@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from running import BIN, SCRIPTS, WITHOUT_TORCH
+from tools.etcd_cluster import Cluster
 
 from dlrover_backends.fake_k8s import Ground
 from dlrover_backends.fake_k8s.kubelet.client import MERGE, Denied
@@ -33,8 +34,8 @@ class Applied:
         self.config = ground.kubeconfig(folder / "config")
         self.operator: subprocess.Popen[bytes] | None = None
 
-    def begin(self) -> None:
-        """Start an operator."""
+    def begin(self, *more: str) -> None:
+        """Start an operator, with these words more."""
         words = (
             "k8s",
             "operator",
@@ -46,6 +47,7 @@ class Applied:
             "0.3",
             "--lease",
             "3",
+            *more,
         )
         with (self.folder / "operator.log").open("ab") as log:
             self.operator = subprocess.Popen([str(BIN / "dlrover"), *words], stdout=log, stderr=log)
@@ -205,3 +207,18 @@ def test_sized_paused_and_deleted_while_it_runs(job: Applied) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(rank.rpartition("-")[2]), 0)
             pytest.fail(f"{rank} lives")
+
+
+@pytest.mark.nightly(reason="what the operator makes of the URL is tried by day in test_elasticjob_reconcile")
+@pytest.mark.timeout(400)
+def test_its_log_is_in_an_etcd_that_wants_certificates(job: Applied) -> None:
+    """The files that the operator's URL names reach the two masters, and they are all that etcd lets in."""
+    job.kill()
+    with Cluster(mutual=True) as etcd:
+        job.begin("--log", etcd.url(ttl="2"))
+        job.runs()
+        assert len([one for one in job.left()["pods"] if "-masters-" in one]) == 2
+        (job.folder / "made" / "end").touch()
+        job.until(lambda: job.status().get("phase") == "Succeeded", "it ends well")
+        job.ask("DELETE", f"{BASE}/{NAME}")
+        job.until(lambda: not job.left(), "nothing is left")

@@ -115,6 +115,30 @@ def test_a_log_in_etcd_needs_no_claim() -> None:
     assert makes[-1]["spec"]["completions"] == 2
 
 
+def test_certificates_of_etcd_reach_the_masters() -> None:
+    """They lie in the job's Secret, where the URL says; renewed ones replace them, and the URL of a job that runs stays."""
+    told = SETTINGS._replace(etcd="etcd://e:2379?cacert=/etc/dlrover/log/etcd-ca.pem", etcd_files={"etcd-ca.pem": "a"})
+    makes = [one.object for one in outcome(Observed(kept()), told).writes if isinstance(one, Make)]
+    secret = next(one for one in makes if one["kind"] == "Secret")
+    assert secret["stringData"]["etcd-ca.pem"] == "a"
+    assert secret["stringData"]["log"] == "etcd://e:2379/dlrover/ml?cacert=/etc/dlrover/log/etcd-ca.pem"
+    made = makes[-1]
+    pod = made["spec"]["template"]["spec"]
+    (mount,) = (one for one in pod["containers"][0]["volumeMounts"] if one["name"] == masters.FILES)
+    (volume,) = (one["secret"] for one in pod["volumes"] if one["name"] == masters.FILES)
+    assert (mount["mountPath"], volume["secretName"]) == ("/etc/dlrover/log", secret["metadata"]["name"])
+    made["metadata"]["annotations"][reconcile.NOTE_KEPT] = "3"
+    assert outcome(Observed(kept(), made, (), RUNNING), told).writes == ()
+    renewed = told._replace(etcd="etcd://other", etcd_files={"etcd-ca.pem": "b"})
+    first, second = outcome(Observed(kept(), made, (), RUNNING), renewed).writes
+    assert first == Patch("/api/v1/namespaces/ml/secrets/mnist-masters", {"data": {"etcd-ca.pem": "Yg=="}})
+    assert isinstance(second, Patch)
+    made["metadata"]["annotations"] |= second.body["metadata"]["annotations"]
+    assert outcome(Observed(kept(), made, (), RUNNING), renewed).writes == ()
+    before = job_of(kept())
+    assert outcome(Observed(kept(), before, (), RUNNING), renewed).writes == (), "its log lies on a claim"
+
+
 def test_nothing_is_written_where_all_is_so() -> None:
     """With its own last status, a job that runs costs no write."""
     thing = kept()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlrover_adapters.cli import k8s_lines, k8s_masters, k8s_operator
+from dlrover_adapters.cli import k8s_lines, k8s_log, k8s_masters, k8s_operator
 from dlrover_backends.k8s import transport
 from dlrover_backends.k8s.elasticjob import leader, operator
 from dlrover_backends.k8s.elasticjob.reconcile import Settings
@@ -17,6 +18,9 @@ from dlrover_core.errors import SpecError
 PODS = {
     "/api/v1/namespaces/dlrover/pods/operator-0": {"spec": {"containers": [{"image": "registry/dlrover-core:7"}]}},
 }
+
+FILES = {"cacert": "ca", "cert": "client", "key": "client-key"}
+NO_LOG = k8s_log.Told("", {})
 
 
 class Cluster:
@@ -70,7 +74,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, str]]:
 def test_its_image_is_its_own_pods(given: list[tuple[Settings, str]], words: list[str], namespace: str) -> None:
     """Whosever jobs it keeps, its own pod is where it runs; jobs' lines are read by the commands' parsers."""
     args = k8s_operator.parser().parse_args(words)
-    assert asyncio.run(k8s_operator._run(args, "")) == 0
+    assert asyncio.run(k8s_operator._run(args, NO_LOG)) == 0
     ((settings, where),) = given
     assert (settings.image, where) == ("registry/dlrover-core:7", namespace)
     assert isinstance(settings.lines, k8s_lines.Lines)
@@ -80,8 +84,22 @@ def test_a_pod_that_cannot_be_read_is_told(given: list[tuple[Settings, str]], mo
     """With what to say in its place."""
     monkeypatch.setenv(k8s_operator.POD, "operator-1")
     with pytest.raises(SpecError, match=r"operator-1 cannot be read: .* not found; say --image IMG"):
-        asyncio.run(k8s_operator._run(k8s_operator.parser().parse_args([]), ""))
+        asyncio.run(k8s_operator._run(k8s_operator.parser().parse_args([]), NO_LOG))
     assert given == []
+
+
+def test_files_of_etcd_are_read_where_the_operator_runs(given: list[tuple[Settings, str]], tmp_path: Path) -> None:
+    """As the Secret `dlrover-operator` has them, mounted; jobs get them under names of their own."""
+    for name in ("ca.pem", "client.pem", "client-key.pem", "word"):
+        (tmp_path / name).write_text(f"the {name}", encoding="utf-8")
+    files = "&".join(f"{key}={tmp_path}/{name}.pem" for key, name in FILES.items())
+    assert k8s_operator.run(["--log", f"etcd://me@e1?{files}&password_file={tmp_path}/word"]) == 0
+    ((settings, _),) = given
+    at = "/etc/dlrover/log/etcd-"
+    assert settings.etcd == (
+        f"etcd://me:the%20word@e1:2379/dlrover?cacert={at}ca.pem&cert={at}client.pem&key={at}client-key.pem"
+    )
+    assert settings.etcd_files == {f"etcd-{name}.pem": f"the {name}.pem" for name in FILES.values()}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +107,8 @@ def test_a_pod_that_cannot_be_read_is_told(given: list[tuple[Settings, str]], mo
     [
         ("sqlite:///a", "sqlite: is no log that masters in pods share"),
         ("etcds://etcd:2379", "etcds: is not known"),
-        ("etcd://etcd:2379?cacert=/c.pem&ttl=3", "cacert: masters of ElasticJobs have no such file"),
+        ("etcd://etcd:2379?cacert=/none/c.pem&ttl=3", "cacert=/none/c.pem cannot be read"),
+        ("etcd://etcd:2379?cert=/none/c.pem", "a client certificate needs both"),
     ],
 )
 def test_a_log_that_no_job_could_reach_is_refused(log: str, said: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import parse_qs, quote, urlencode
+from urllib.parse import quote, urlencode
 
 from dlrover_core.errors import SpecError
 
@@ -30,17 +30,6 @@ class Told(NamedTuple):
 
     url: str
     files: dict[str, str]
-
-
-def check_no_files(log: str) -> None:
-    """Refuse a URL whose files would have to lie in every job's pods. Raises `SpecError`."""
-    _check_plain(log)
-    asked = parse_qs(log.partition("?")[2])
-    if files := [name for name in (*FILES, "password_file") if name in asked]:
-        raise SpecError(
-            "log",
-            f"{', '.join(files)}: masters of ElasticJobs have no such file; say an etcd without TLS, the password in its URL",
-        )
 
 
 def _check_plain(log: str) -> None:

@@ -36,7 +36,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--log",
         metavar="URL",
-        help=f"etcd://HOST:2379 for the logs of all jobs (default: ${LOG}, else a claim for each job)",
+        help=f"etcd://HOST:2379 for the logs of all jobs (default: ${LOG}, else a claim for each job); the files that it names "
+        "(?cacert=FILE&cert=FILE&key=FILE) are read here, and travel in each job's Secret",
     )
     made.add_argument("--storage-class", metavar="NAME", default="", help="of those claims (default: the cluster's)")
     made.add_argument(
@@ -73,11 +74,12 @@ def run(words: Sequence[str]) -> int:
     log = args.log or os.environ.get(LOG, "")
     if log and not log.startswith("etcd"):
         raise SpecError("log", f"{log.partition(':')[0]}: is no log that masters in pods share; say etcd://HOST:2379")
-    k8s_log.check_no_files(log)
-    return asyncio.run(_run(args, log))
+    from dlrover_backends.k8s.masters import FILES_PATH
+
+    return asyncio.run(_run(args, k8s_log.read(log, FILES_PATH)))
 
 
-async def _run(args: argparse.Namespace, log: str) -> int:
+async def _run(args: argparse.Namespace, log: k8s_log.Told) -> int:
     from dlrover_adapters.cli.k8s_lines import Lines
     from dlrover_adapters.cli.k8s_masters import HttpMasters
     from dlrover_backends.k8s.elasticjob.leader import Leader
@@ -90,7 +92,7 @@ async def _run(args: argparse.Namespace, log: str) -> int:
         await api.open()
         home = args.namespace or os.environ.get(NAMESPACE) or api.namespace or "default"
         image = args.image or await _own_image(api, os.environ.get(NAMESPACE) or api.namespace or home)
-        settings = Settings(image, log, args.storage_class, args.annotated_only, Lines())
+        settings = Settings(image, log.url, args.storage_class, args.annotated_only, Lines(), log.files)
         who = f"{os.environ.get(POD) or socket.gethostname()}_{os.getpid()}"
         leader = Leader(api, home, who, now=time.monotonic, wall=time.time, lease_s=args.lease)
 

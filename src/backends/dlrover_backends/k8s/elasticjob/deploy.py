@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dlrover_backends.k8s import names, queues
+from dlrover_backends.k8s import masters, names, queues
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.elasticjob import crd
 from dlrover_backends.k8s.elasticjob.translate import GROUP, OLD_GROUP, PLURAL
@@ -87,7 +87,10 @@ def deployment() -> Json:
             "readOnlyRootFilesystem": True,
         },
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108  # a mount in a container of ours
+        "volumeMounts": [
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108  # a mount in a container of ours
+            {"name": masters.FILES, "mountPath": masters.FILES_PATH, "readOnly": True},
+        ],
     }
     spec: Json = {
         "serviceAccountName": NAME,
@@ -95,10 +98,17 @@ def deployment() -> Json:
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER,
+            "fsGroup": USER,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [container],
-        "volumes": [{"name": "tmp", "emptyDir": {}}],
+        "volumes": [
+            {"name": "tmp", "emptyDir": {}},
+            {
+                "name": masters.FILES,
+                "secret": {"secretName": LOG_SECRET, "optional": True, "defaultMode": masters.FILES_MODE},
+            },
+        ],
     }
     return _object(
         "apps/v1",
@@ -166,7 +176,7 @@ def _kueue_rights() -> list[Json]:
 def _for_masters(what: str, granted: list[Json]) -> list[Json]:
     """Rights on what is in no namespace, for all masters of the operator's namespace."""
     metadata: Json = {"name": f"{NAME}-{what}", "labels": dict(LABELS)}
-    masters = {"kind": "Group", "apiGroup": "rbac.authorization.k8s.io", "name": f"system:serviceaccounts:{NAMESPACE}"}
+    accounts = {"kind": "Group", "apiGroup": "rbac.authorization.k8s.io", "name": f"system:serviceaccounts:{NAMESPACE}"}
     version = "rbac.authorization.k8s.io/v1"
     reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": metadata["name"]}
     return [
@@ -176,7 +186,7 @@ def _for_masters(what: str, granted: list[Json]) -> list[Json]:
             "kind": "ClusterRoleBinding",
             "metadata": metadata,
             "roleRef": reference,
-            "subjects": [masters],
+            "subjects": [accounts],
         },
     ]
 

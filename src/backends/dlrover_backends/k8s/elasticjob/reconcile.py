@@ -6,9 +6,11 @@ writes down how the job stands, and removes everything when the object is delete
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dlrover_backends.k8s import kueue, masters, names, owning
@@ -21,17 +23,19 @@ from dlrover_core.errors import SpecError
 
 FINALIZER = MANAGER = "dlrover-core/operator"
 NOTE_TAKE, NOTE_TEMPLATES, NOTE_KEPT = "dlrover-core/operator", "dlrover-core/templates", "dlrover-core/nodes-kept"
+NOTE_FILES = "dlrover-core/log-files"
 CLAIM_SIZE = "1Gi"
 
 
 class Settings(NamedTuple):
     """What the operator gives every job.
 
-    image:     of the masters
-    etcd:      URL of the logs of all jobs; empty: each job has a claim of its own
-    storage:   StorageClass of those claims; empty: the cluster's default
-    annotated: are only jobs taken that say so?
-    lines:     reads jobs' command lines; None: they are what they look like
+    image:      of the masters
+    etcd:       URL of the logs of all jobs; empty: each job has a claim of its own
+    storage:    StorageClass of those claims; empty: the cluster's default
+    annotated:  are only jobs taken that say so?
+    lines:      reads jobs' command lines; None: they are what they look like
+    etcd_files: files that the URL names, in the folder `masters.FILES_PATH` of masters' pods: contents by name
     """
 
     image: str
@@ -39,6 +43,7 @@ class Settings(NamedTuple):
     storage: str = ""
     annotated: bool = False
     lines: Lines | None = None
+    etcd_files: Mapping[str, str] = MappingProxyType({})
 
 
 class Observed(NamedTuple):
@@ -153,6 +158,7 @@ def _keeping(seen: Observed, job: translate.Job, plan: masters.MasterPlan) -> Ou
         writes += _made(job, plan)
     elif seen.masters is not None and not standing.ended(seen.masters):
         writes += _templates(seen.masters, plan)
+        writes += _files(seen.masters, plan)
         writes += _budget(seen, plan)
         writes += [Ask(one) for one in _asked(seen, job)]
     writes += _leftovers(seen)
@@ -183,7 +189,9 @@ def _made(job: translate.Job, plan: masters.MasterPlan) -> Iterator[Write]:
     for one in masters.objects(plan):
         if one["kind"] == "Job":
             _mount(one, job.name)
-            one["metadata"]["annotations"][NOTE_TEMPLATES] = digest(plan)
+            one["metadata"]["annotations"][NOTE_TEMPLATES] = digest(plan.templates)
+            if plan.etcd_files:
+                one["metadata"]["annotations"][NOTE_FILES] = digest(plan.etcd_files)
         yield Make(one, secret=one["kind"] == "Secret")
 
 
@@ -198,10 +206,20 @@ def _mount(made: Json, job: str) -> None:
 
 def _templates(made: Json, plan: masters.MasterPlan) -> Iterator[Write]:
     """A changed template holds for nodes that are launched from now on."""
-    if (made["metadata"].get("annotations") or {}).get(NOTE_TEMPLATES) != digest(plan):
+    now = digest(plan.templates)
+    if (made["metadata"].get("annotations") or {}).get(NOTE_TEMPLATES) != now:
         config = masters.config(plan)
         yield Patch(path_of(config), {"data": config["data"]})
-        yield Patch(path_of(made), {"metadata": {"annotations": {NOTE_TEMPLATES: digest(plan)}}})
+        yield Patch(path_of(made), {"metadata": {"annotations": {NOTE_TEMPLATES: now}}})
+
+
+def _files(made: Json, plan: masters.MasterPlan) -> Iterator[Write]:
+    """Renewed certificates of the log are for masters that start from now on. Which log it is stays: the history lies there."""
+    before, now = (made["metadata"].get("annotations") or {}).get(NOTE_FILES), digest(plan.etcd_files)
+    if before is not None and plan.etcd_files and before != now:
+        data = {name: base64.b64encode(text.encode()).decode() for name, text in plan.etcd_files.items()}
+        yield Patch(path_of(masters.secret(plan)), {"data": data})
+        yield Patch(path_of(made), {"metadata": {"annotations": {NOTE_FILES: now}}})
 
 
 def _budget(seen: Observed, plan: masters.MasterPlan) -> Iterator[Write]:
@@ -217,9 +235,9 @@ def _budget(seen: Observed, plan: masters.MasterPlan) -> Iterator[Write]:
         yield Patch(path_of(seen.masters), {"metadata": {"annotations": {NOTE_KEPT: kept}}})
 
 
-def digest(plan: masters.MasterPlan) -> str:
-    """Of the templates."""
-    return hashlib.sha256(json.dumps(plan.templates, sort_keys=True).encode()).hexdigest()[:16]
+def digest(what: Mapping[str, Any] | None) -> str:
+    """Of what an annotation says that it was written."""
+    return hashlib.sha256(json.dumps(None if what is None else dict(what), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _asked(seen: Observed, job: translate.Job) -> Iterator[Json]:
@@ -312,6 +330,7 @@ def plan_of(thing: Mapping[str, Any], job: translate.Job, settings: Settings) ->
         owner=owner_of(thing),
         job=job.name,
         etcd=settings.etcd,
+        etcd_files=settings.etcd_files,
         claim="" if settings.etcd else claim_of(name),
         annotations={"storage": settings.storage} if settings.storage else {},
         templates=job.templates,
