@@ -79,6 +79,32 @@ def test_a_warm_node_takes_a_dead_ones_place(ground: RayGround, tmp_path: Path) 
     assert processes_of(run) == []
 
 
+@pytest.mark.nightly(
+    reason="Ray gives up a raylet after seconds, and three of its deaths are told apart by day in test_ray_lookout"
+)
+def test_a_raylet_is_frozen_past_its_death_and_thawed(tmp_path: Path) -> None:
+    """Nodes that are heard are kept while Ray calls their host dead. Thawed, the raylet ends with its agents; others begin."""
+    with ray_ground({"num_cpus": 2, "node_name": "first"}, {"num_cpus": 2, "node_name": "second"}) as ground:
+        hosts = dict(zip(("first", "second"), ground.hosts, strict=True))
+        with job_of(ground, tmp_path) as job:
+            job.trains(1, beyond=3)
+            run = job.settings["run"]
+            [host] = [one for one in hosts if processes_of(run, "worker-1-0", with_env=f"DLROVER_HOST={one}")]
+            old = processes_of(run, with_env=f"DLROVER_HOST={host}")
+            ground.order("signal", host=hosts[host], name="SIGSTOP")
+            eventually(lambda: "HostUnreached" in job.dlrover("events"), "Ray gives the host up")
+            step = job.until(bool, "a status")["step"]
+            status = job.until(lambda status: status["step"] > step + 3, "steps on a host that Ray calls dead")
+            assert status["generation"] == 1
+            ground.order("signal", host=hosts[host], name="SIGCONT")
+            eventually(lambda: not set(old) & set(processes_of(run)), "the end of the old agents")
+            later = job.until(lambda status: status["generation"] > 1, "another world")["step"]
+            job.until(lambda status: status["step"] > later, "steps elsewhere")
+            job.finish()
+            assert job.ended() == 0, job.said
+        assert processes_of(run) == []
+
+
 @pytest.mark.nightly(reason="clearing is tried by day in test_ray_backend, and after a good end in the test above")
 def test_ctrl_c_leaves_nothing(ground: RayGround, tmp_path: Path) -> None:
     """A job that is interrupted leaves no actor, no placement group, and no process."""

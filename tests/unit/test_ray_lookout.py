@@ -25,7 +25,8 @@ def answer(error: Exception | None) -> Any:
 def test_a_raylet_that_has_ended() -> None:
     """An actor is out of reach, and its host says that nobody listens there: the node has failed, before Ray knows.
 
-    A host that answers, or whose actors all answer, is believed in; and of a host that Ray has given up Ray's word counts.
+    A host that answers, whose actors all answer, or that was never reached from here, is believed in; and of a host that Ray has
+    given up Ray's word counts.
     """
     with socket.create_server(("127.0.0.1", 0)) as raylet, socket.create_server(("127.0.0.1", 0)) as closed:
         port, gone = raylet.getsockname()[1], closed.getsockname()[1]
@@ -42,7 +43,10 @@ def test_a_raylet_that_has_ended() -> None:
         async def told() -> None:
             lookout = Lookout(cast(Any, cluster))
             assert lookout._believed(seen) == seen
+            lookout._answered("id-a", answer(ActorUnavailableError()))
+            assert lookout._believed(seen) == seen, "the host was never reached"
             for key in ("a", "b"):
+                lookout._answered(f"id-{key}", answer(None))
                 lookout._answered(f"id-{key}", answer(ActorUnavailableError()))
             believed = lookout._believed(seen)
             assert cluster.ended == {"a"}

@@ -47,6 +47,8 @@ class Lookout:
         self._listening: set[str] = set()
         self._silent: set[str] = set()
         """Actors that were out of reach when they were asked last."""
+        self._spoke: set[str] = set()
+        """Actors that have answered this desk once: their hosts can be reached from here."""
         self._due: dict[str, float] = {}
         self._lock, self._wake = asyncio.Lock(), asyncio.Event()
 
@@ -121,14 +123,16 @@ class Lookout:
     def _believed(self, seen: Snapshot) -> Snapshot:
         """With the hosts whose raylet has ended: Ray believes in them until its health checks have failed, up to 15 s. Blocks.
 
-        A raylet takes its actors with it; and one that is started again has another id.
+        A raylet takes its actors with it; and one that is started again has another id. A refused connection says nothing of
+        a host that was never reached from here: something between may refuse it.
         """
+        reached = {one.host_id for one in (*seen.actors.values(), *seen.standbys.values()) if one.id in self._spoke}
         ended = self._cluster.ended & {host.id for host in seen.hosts.values() if host.alive}
         for actor in (*seen.actors.values(), *seen.standbys.values()):
             host = seen.hosts.get(actor.host_id)
             if actor.id not in self._silent or host is None or host.id in ended or not host.alive:
                 continue
-            if host.port and host.has_no_raylet():
+            if host.id in reached and host.port and host.has_no_raylet():
                 log.warning("a raylet has ended", host=host.name)
                 ended.add(host.id)
         self._cluster.ended = ended
@@ -146,6 +150,7 @@ class Lookout:
             if actor.is_dead:
                 self._listening.discard(actor.id)
                 self._silent.discard(actor.id)
+                self._spoke.discard(actor.id)
                 self._due.pop(name, None)
                 if self._cluster.run.group(actor.called) in seen.groups:
                     self._cluster.remove_group(actor.called)
@@ -169,7 +174,9 @@ class Lookout:
     def _answered(self, actor: str, answer: Any) -> None:
         """In a thread of Ray's: the actor is ready, or it is over, or it was out of reach and is asked again at the next look."""
         error = answer.exception()
-        if error is not None:
+        if error is None:
+            self._spoke.add(actor)
+        else:
             self._listening.discard(actor)
         again = error is not None and type(error).__name__ == "ActorUnavailableError"
         was_silent = actor in self._silent
