@@ -14,7 +14,7 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dlrover_core.diagnosis import exceptions, signatures, who
+from dlrover_core.diagnosis import exceptions, peers, signatures, who
 from dlrover_core.diagnosis.evidence import CASC, ERROR, LOG, PLATFORM, PRINTED, Evidence
 from dlrover_core.diagnosis.exceptions import Chain, Raised
 from dlrover_core.diagnosis.matching import MISTAKES, Hit, Matcher, matcher
@@ -96,7 +96,7 @@ def of_exception(table: Table, text: str) -> Found | None:
     chain = _last_chain(text)
     if chain is not None:
         raised = telling(table, chain)
-        hit = _of_raised(table, raised)
+        hit = _peered(table, _of_raised(table, raised), raised, chain)
         if hit is not None and (raised is chain.links[-1] or hit.signature.verdict != CASC or not _raised(hit)):
             return _found(hit.signature, _place(raised, chain), hit)
         if hit is None and raised.frames and not exceptions.wraps(raised):
@@ -231,7 +231,9 @@ def _ending(table: Table, tail: str, last: str, least: int) -> Hit | None:
     """What the last exception means, or the one in its chain that tells more."""
     chain = _last_chain(tail)
     raised = telling(table, chain) if chain is not None else None
-    hit = _of_raised(table, raised) if raised is not None else None
+    hit = None
+    if chain is not None and raised is not None:
+        hit = _peered(table, _of_raised(table, raised), raised, chain)
     if hit is not None and hit.signature.priority < least:
         hit = None
     if hit is not None and chain is not None and raised is not None and raised.first != chain.links[-1].first:
@@ -288,6 +290,25 @@ def _of_raised(table: Table, raised: Raised) -> Hit | None:
             confidence=known.confidence, priority=known.priority, action=known.action, general=False
         )
     )
+
+
+def _peered(table: Table, hit: Hit | None, raised: Raised, chain: Chain) -> Hit | None:
+    """The same, but for a connection: what it is depends on the peer, whom the words name, or the calls of its chain."""
+    words = "\n".join(one.text[:2000] for one in chain.links)
+    known = hit.signature.id if hit is not None else "exception"
+    # An exception's package is a place as its frames are.
+    frames = [
+        frame
+        for one in chain.links[::-1]
+        for frame in (*one.frames, *([(f"/{one.package.replace('.', '/')}/", "", "")] if one.package else ()))
+    ]
+    named = table.get(peers.meant(known, words, frames))
+    if named is None or named.id == known:
+        return hit
+    line = hit.line if hit is not None else raised.text.split("\n", maxsplit=1)[0]
+    # It counts for no more than an exception's type did: other words of the same end come first.
+    priority = hit.signature.priority if hit is not None else named.priority
+    return Hit(named._replace(priority=priority), line, hit.number if hit is not None else 1)
 
 
 def words_of(raised: Raised) -> str:

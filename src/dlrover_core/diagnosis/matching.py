@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from dlrover_core.diagnosis import peers
 from dlrover_core.diagnosis.patterns import words
 from dlrover_core.diagnosis.signatures import CodePattern, Signature, Table, table
 
@@ -164,6 +165,10 @@ class Matcher:
         if best[0].id.startswith(MISTAKES) and named is not None:
             # The program's mistake is called by the exception that it raised; its words make that surer.
             best = named[0]._replace(confidence=best[0].confidence, priority=best[0].priority, general=False), named[1]
+        if best[0].id in peers.OPEN:
+            whose = self._table.get(peers.meant(best[0].id, line.decode(errors="replace")))
+            if whose is not None and (not source or source in whose.sources):
+                best = whose._replace(priority=best[0].priority), best[1]
         subject = best[1] or _subject(best[0], line)
         return Hit(best[0], line.decode(errors="replace"), number, subject[:SUBJECT_MAX])
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Protocol
 
-from dlrover_core.diagnosis.evidence import CASC, ERROR, LOG, Evidence
+from dlrover_core.diagnosis.evidence import CASC, ERROR, LOG, NET, Evidence
 from dlrover_core.diagnosis.signatures import Table
 from dlrover_core.diagnosis.watched import watched, where
 from dlrover_core.spec import us
@@ -45,6 +45,9 @@ class Case(Protocol):
 
     def action(self, one: Evidence) -> str:
         """What usually suffices."""
+
+    def general(self, one: Evidence) -> bool:
+        """Is it a symptom of many causes?"""
 
 
 def reported(case: Case) -> None:
@@ -132,6 +135,18 @@ def swept(case: Case) -> None:
         case.drop(
             lambda one: one.signature in _CONNECTS and any(end.rank != one.rank and end.at <= one.at for end in killed),
             "a consequence: another rank had been killed before",
+        )
+        # Whoever should have listened may have failed before it did, and be heard later.
+        failed = [
+            one for one in case.live if one.source == ERROR and one.verdict not in (CASC, NET) and not case.general(one)
+        ]
+        case.drop(
+            lambda one: (
+                one.signature in _CONNECTS
+                and one.rank >= 0
+                and any(end.rank not in (-1, one.rank) and abs(end.at - one.at) <= us(BURST_S) for end in failed)
+            ),
+            "a consequence: another rank failed at that time by itself",
         )
     _echoed(case)
 
