@@ -540,3 +540,46 @@ Root Cause (first observed failure):
 """
     found = answer(peer + summary)
     assert (found.judgement.signature, found.rank) == ("exit.sigsegv", 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "cause", "verdict"),
+    [
+        ("DataLoader worker (pid 811) is killed by signal: Killed. ", "dataloader.killed", "RES"),
+        (
+            "DataLoader worker (pid(s) 811) exited unexpectedly with exit code 1. Details are lost.",
+            "dataloader.exited",
+            "USER",
+        ),
+        ("DataLoader timed out after 120 seconds", "dataloader.timeout", "DATA"),
+    ],
+)
+def test_how_a_loader_failed(words: str, cause: str, verdict: str) -> None:
+    """Memory is asked for only where a loader was killed; one that ended by itself or was slow is unsure."""
+    empty = (
+        ERROR.format("", "_queue.Empty") + "\nThe above exception was the direct cause of the following exception:\n\n"
+    )
+    found = answer(empty + ERROR.format("", f"RuntimeError: {words}"))
+    assert (found.judgement.signature, found.judgement.verdict) == (cause, verdict)
+    assert (found.causes[0].confidence >= 0.75) == (cause == "dataloader.killed")
+
+
+def test_a_slow_server_tells_more_than_a_loader_that_waited() -> None:
+    """A loader's time-out gives way to what it waited for."""
+    slow = "[88123.4] nfs: server nas-2 not responding, still trying\n"
+    assert said(slow + ERROR.format("", "RuntimeError: DataLoader timed out after 60 seconds")) == "host.nfs"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "srun: error: gpu-4: task 3: Exited with exit code 1",
+        "Container trainer terminated: reason: Error, exitCode: 1",
+        "[ERROR] [launch.py:325:sigkill_handler] ['python', 'train.py'] exits with return code = 1",
+    ],
+)
+def test_a_bare_exit_code_is_no_verdict(line: str) -> None:
+    """An exit code of 1 alone speaks of no resource and of no host."""
+    found = answer(line)
+    assert (found.judgement.signature, found.judgement.verdict, found.unknown) == ("exit.silent", "SOFT", True)
+    assert found.judgement.action not in ("isolate", "reset", "relaunch")

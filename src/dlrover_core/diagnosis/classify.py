@@ -27,7 +27,7 @@ REFUSED = "node.refused"
 _CACHE = 1024
 # Exceptions' types have priorities below this in the table, general ones at most the other.
 _TYPE_PRIORITY_MAX, _GENERAL_PRIORITY_MAX = 25, 18
-_GENERAL_NAMES = frozenset(("RuntimeError", "Exception", "OSError", "IOError", "Error", "EOFError"))
+_GENERAL_NAMES = frozenset(("RuntimeError", "Exception", "OSError", "IOError", "Error", "EOFError", "Empty", "Full"))
 # Of a message so many lines say what it is.
 _RAISED_LINES = 12
 _WORDS_MAX = 16 * 1024
@@ -321,7 +321,7 @@ def _weight(table: Table, raised: Raised) -> int:
     hit = _of_raised(table, raised)
     known = hit.signature if hit is not None else table.coded("exception", raised.name)
     if known is None:
-        return 2
+        return 1 if raised.name in _GENERAL_NAMES else 2
     if known.verdict == CASC and known.id.startswith("exception."):
         return 0 if exceptions.wraps(raised) else 1
     if known.id.startswith("exception.") or known.priority < _TYPE_PRIORITY_MAX:

@@ -131,24 +131,29 @@ def swept(case: Case) -> None:
         "only how it ended: words of the same log say why",
     )
     if kinds.intersection(_CONNECTS):
-        killed = [one for one in case.live if one.rank >= 0 and _KILLED.match(one.signature)]
-        case.drop(
-            lambda one: one.signature in _CONNECTS and any(end.rank != one.rank and end.at <= one.at for end in killed),
-            "a consequence: another rank had been killed before",
-        )
-        # Whoever should have listened may have failed before it did, and be heard later.
-        failed = [
-            one for one in case.live if one.source == ERROR and one.verdict not in (CASC, NET) and not case.general(one)
-        ]
-        case.drop(
-            lambda one: (
-                one.signature in _CONNECTS
-                and one.rank >= 0
-                and any(end.rank not in (-1, one.rank) and abs(end.at - one.at) <= us(BURST_S) for end in failed)
-            ),
-            "a consequence: another rank failed at that time by itself",
-        )
+        _unanswered(case)
     _echoed(case)
+
+
+def _unanswered(case: Case) -> None:
+    """Whom another rank does not answer is no cause, where another rank was killed, or failed by itself."""
+    killed = [one for one in case.live if one.rank >= 0 and _KILLED.match(one.signature)]
+    case.drop(
+        lambda one: one.signature in _CONNECTS and any(end.rank != one.rank and end.at <= one.at for end in killed),
+        "a consequence: another rank had been killed before",
+    )
+    # Whoever should have listened may have failed before it did, and be heard later.
+    failed = [
+        one for one in case.live if one.source == ERROR and one.verdict not in (CASC, NET) and not case.general(one)
+    ]
+    case.drop(
+        lambda one: (
+            one.signature in _CONNECTS
+            and one.rank >= 0
+            and any(end.rank not in (-1, one.rank) and abs(end.at - one.at) <= us(BURST_S) for end in failed)
+        ),
+        "a consequence: another rank failed at that time by itself",
+    )
 
 
 def _echoed(case: Case) -> None:
