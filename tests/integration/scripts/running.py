@@ -34,6 +34,7 @@ NO_TORCH = str(SCRIPTS / "no_torch")
 NEEDS_TORCH = re.compile(
     r"^\s*(import|from)\b.*[ ,](torch|lightning|transformers|curve|numpy)\b|Flash|Elastic", re.MULTILINE
 )
+IMPORTS = re.compile(r"^(?:from|import) (\w+)", re.MULTILINE)
 TORCH = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
 """For a job whose script needs no torch, but whose test is about it."""
 WITHOUT_TORCH = {"DLROVER_WARM": "core", "PYTHONPATH": os.pathsep.join(filter(None, (NO_TORCH, TORCH["PYTHONPATH"])))}
@@ -114,11 +115,13 @@ def processes(mark: str) -> list[Process]:
 def warmth(command: Sequence[str], folder: Path = Path()) -> dict[str, str]:
     """The environment of a launcher: its processes import no more of torch than a script of ``command`` needs.
 
-    What optimizers need only for one that has any; where no script imports torch, what stands for it (`NO_TORCH`). Imports are
-    half of what a short job costs. A job that is given a PYTHONPATH of its own, such as `TORCH`, has the real one.
+    What a script imports of `SCRIPTS` counts with it. What optimizers need only for one that has any; where no script imports
+    torch, what stands for it (`NO_TORCH`). Imports are half of what a short job costs. A job that is given a PYTHONPATH of its
+    own, such as `TORCH`, has the real one.
     """
     scripts = [one for word in command if word.endswith(".py") and (one := folder / word).exists()]
     texts = [one.read_text() for one in scripts]
+    texts += [one.read_text() for name in IMPORTS.findall("\n".join(texts)) if (one := SCRIPTS / f"{name}.py").exists()]
     if any("optim" in one for one in texts) or not (texts or "--no-python" in command):
         return {}
     if any(NEEDS_TORCH.search(one) for one in texts) or "full" in command:
