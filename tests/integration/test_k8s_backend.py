@@ -1,4 +1,7 @@
-"""The Kubernetes backend over sockets, against the fake API server and nodes whose pods are processes."""
+"""The Kubernetes backend over sockets, against the fake API server and nodes whose pods are processes.
+
+With ``KUBECONFIG_CONTRACT`` the same nodes join the cluster that it names (`k8s_contract`).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integration.k8s_contract import NO_FAULTS, Joined, asked_for
 
 from dlrover_backends.fake_k8s import Fault, Ground, What
 from dlrover_backends.k8s import names
@@ -32,15 +36,23 @@ BOUND_S = 30.0
 class Place:
     """A cluster, and the files that name it."""
 
-    def __init__(self, ground: Ground, folder: Path) -> None:
+    def __init__(self, ground: Ground | Joined, folder: Path) -> None:
         self.ground, self.folder, self.runs = ground, folder, itertools.count(1)
-        ground.kubeconfig(folder / "config")
+        self.config = ground.kubeconfig(folder / "config")
         container = {"name": "node", "image": "none:1", "command": [sys.executable, "-S", "-c", FOREVER]}
-        (folder / "pod.yaml").write_text(json.dumps({"spec": {"containers": [container]}}), encoding="utf-8")
+        spec = {"containers": [container], "nodeSelector": ground.pool if isinstance(ground, Joined) else {}}
+        (folder / "pod.yaml").write_text(json.dumps({"spec": spec}), encoding="utf-8")
+
+    @property
+    def fake(self) -> Ground:
+        """The cluster, where it plays faults."""
+        if isinstance(self.ground, Joined):
+            pytest.skip(NO_FAULTS)
+        return self.ground
 
     def backend(self, run: str = "", **more: Any) -> KubernetesBackend:
         """A backend of a new run, or of one that there is."""
-        args = f"kubeconfig={self.folder}/config,template={self.folder}/pod.yaml"
+        args = f"kubeconfig={self.config},template={self.folder}/pod.yaml,namespace={self.ground.namespace}"
         here = BackendContext("conformance", run or f"run-{next(self.runs)}", ("m:1",), "t", args=args)
         return KubernetesBackend(here, **more)
 
@@ -53,6 +65,10 @@ class Place:
 @pytest.fixture(name="place")
 def made_place(tmp_path: Path) -> Iterator[Place]:
     """Two nodes."""
+    if asked_for():
+        with Joined(asked_for(), heartbeat_s=1.0) as joined:
+            yield Place(joined, tmp_path)
+        return
     with Ground(2, heartbeat_s=0.2, grace_s=1.0, collect_s=60.0) as ground:
         yield Place(ground, tmp_path)
 
@@ -75,7 +91,7 @@ class TestKubernetes(BackendConformance):
 
         async def kill(name: str) -> None:
             pod = place.pod_of(run, name)["metadata"]["name"]
-            assert ground.strike(lambda kubelet: kubelet.kill("train", pod))
+            assert ground.strike(lambda kubelet: kubelet.kill(place.ground.namespace, pod))
 
         async def cordon(wanted: bool) -> None:
             for node in ground.nodes:
@@ -102,16 +118,16 @@ class TestKubernetes(BackendConformance):
             ground.strike(lambda kubelet: kubelet.find(pod["spec"]["nodeName"]))
             # A kubelet whose node is back tells its pods' conditions anew.
             conditions = [{**one, "status": "True"} for one in pod["status"]["conditions"]]
-            path = f"/api/v1/namespaces/train/pods/{pod['metadata']['name']}/status"
+            path = f"/api/v1/namespaces/{ground.namespace}/pods/{pod['metadata']['name']}/status"
             assert backend._api is not None
             await backend._api.ask("PATCH", path, body={"status": {"conditions": conditions}})
 
         async def warn(name: str, after_s: float) -> None:
             pod = place.pod_of(run, name)["metadata"]
-            path = f"/api/v1/namespaces/train/pods/{pod['name']}"
+            path = f"/api/v1/namespaces/{ground.namespace}/pods/{pod['name']}"
 
             def deaf() -> bool:
-                return b"up" in (ground.strike(lambda kubelet: kubelet.log("train", pod["name"])) or b"")
+                return b"up" in (ground.strike(lambda kubelet: kubelet.log(ground.namespace, pod["name"])) or b"")
 
             await asyncio.to_thread(ground.until, deaf)
             assert backend._api is not None
@@ -148,6 +164,7 @@ def test_the_server_dies_and_comes_back_without_history(place: Place) -> None:
 
     async def told() -> None:
         backend = place.backend()
+        place.fake  # noqa: B018
         run, (first, second) = backend._here.run, (make_launch(0), make_launch(1))
         try:
             async with watching(backend) as watch:
@@ -155,9 +172,9 @@ def test_the_server_dies_and_comes_back_without_history(place: Place) -> None:
                 await backend.launch(second, 1)
                 await watch.running(first.name, second.name)
                 pod = place.pod_of(run, first.name)["metadata"]["name"]
-                place.ground.away()
-                assert place.ground.strike(lambda kubelet: kubelet.kill("train", pod))
-                place.ground.back(compacted=True)
+                place.fake.away()
+                assert place.ground.strike(lambda kubelet: kubelet.kill(place.ground.namespace, pod))
+                place.fake.back(compacted=True)
                 assert (await watch.over(first.name)).exit_code == 137
                 assert watch.nodes[second.name].phase == "running"
         finally:
@@ -170,15 +187,16 @@ def test_a_frozen_watch_is_left(place: Place) -> None:
     """A watch whose connection stays open and silent is given up after the read time-out, and nothing is missed."""
 
     async def told() -> None:
+        place.fake  # noqa: B018
         backend = place.backend(read_s=0.5)
         node = make_launch()
         try:
             async with watching(backend) as watch:
                 await backend.launch(node, 1)
                 await watch.running(node.name)
-                place.ground.call(lambda: place.ground.faults.add(Fault(What.FROZEN, resource="pods", user="*admin*")))
+                place.fake.call(lambda: place.fake.faults.add(Fault(What.FROZEN, resource="pods", user="*admin*")))
                 pod = place.pod_of(backend._here.run, node.name)["metadata"]["name"]
-                assert place.ground.strike(lambda kubelet: kubelet.oom("train", pod))
+                assert place.ground.strike(lambda kubelet: kubelet.oom(place.ground.namespace, pod))
                 assert (await watch.over(node.name)).reason.startswith("OOMKilled")
         finally:
             await backend.clear()
@@ -225,5 +243,32 @@ def test_clearing_removes_all_of_a_run(place: Place) -> None:
         await backend.close()
 
     tell(told)
-    place.ground.until(lambda: not place.ground.objects("pods", namespace="train"))
-    assert place.ground.objects("secrets", namespace="train") == []
+    place.ground.until(lambda: not place.ground.objects("pods", namespace=place.ground.namespace))
+    assert place.ground.objects("secrets", namespace=place.ground.namespace) == []
+
+
+def test_nodes_join_a_cluster_that_is_there(tmp_path: Path) -> None:
+    """As for `KUBECONFIG_CONTRACT`: a kubeconfig is enough to try the backend in a namespace and on nodes of its own."""
+    with Ground(0, grace_s=1.0) as plane, Joined(plane.kubeconfig(tmp_path / "plane"), heartbeat_s=0.2) as joined:
+        place = Place(joined, tmp_path)
+
+        async def told() -> None:
+            backend = place.backend()
+            node = make_launch()
+            try:
+                async with watching(backend) as watch:
+                    await backend.launch(node, 1)
+                    seen = await watch.running(node.name)
+                    assert seen[node.name].host in joined.nodes
+                    joined.strike(lambda kubelet: kubelet.lose(seen[node.name].host, dead=False))
+                    await watch.until(lambda seen: seen[node.name].phase == "lost")
+                    joined.strike(lambda kubelet: kubelet.find(seen[node.name].host))
+                    pod = place.pod_of(backend._here.run, node.name)["metadata"]["name"]
+                    assert joined.strike(lambda kubelet: kubelet.oom(joined.namespace, pod))
+                    assert (await watch.over(node.name)).reason.startswith("OOMKilled")
+            finally:
+                await backend.clear()
+
+        tell(told)
+        joined.until(lambda: not joined.objects("pods"))
+    assert not plane.server.api.store.shelf(("", "nodes")).objects

@@ -100,18 +100,7 @@ class Ground(FakeCluster):
 
     def drain(self, node: str) -> list[str]:
         """Cordon a node and evict its pods through the eviction API; returns the names of those that stay for a budget."""
-        return self.run(self._drain(node))
-
-    async def _drain(self, node: str) -> list[str]:
-        await self.client.surely("PATCH", f"/api/v1/nodes/{node}", {"spec": {"unschedulable": True}}, MERGE)
-        stay = []
-        for pod in (await self.client.ask("GET", f"/api/v1/pods?fieldSelector=spec.nodeName%3D{node}"))["items"]:
-            body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod["metadata"]["name"]}}
-            try:
-                await self.client.ask("POST", path_of(pod, "eviction"), body)
-            except Denied:
-                stay.append(pod["metadata"]["name"])
-        return stay
+        return self.run(drained(self.client, node))
 
     def uncordon(self, node: str) -> None:
         """Let pods go to a node again."""
@@ -125,3 +114,16 @@ class Ground(FakeCluster):
     def strike(self, what: Callable[[Kubelet], Any]) -> Any:
         """Let something go wrong on the nodes: `ground.strike(lambda kubelet: kubelet.oom("train", "w-0"))`."""
         return self.call(lambda: what(self.kubelet))
+
+
+async def drained(client: Client, node: str) -> list[str]:
+    """Cordon a node and evict its pods through the eviction API; the names of those that stay for a budget."""
+    await client.surely("PATCH", f"/api/v1/nodes/{node}", {"spec": {"unschedulable": True}}, MERGE)
+    stay = []
+    for pod in (await client.ask("GET", f"/api/v1/pods?fieldSelector=spec.nodeName%3D{node}"))["items"]:
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod["metadata"]["name"]}}
+        try:
+            await client.ask("POST", path_of(pod, "eviction"), body)
+        except Denied:
+            stay.append(pod["metadata"]["name"])
+    return stay

@@ -235,6 +235,10 @@ class Kubelet:
             if pod.obj["spec"]["nodeName"] == node:
                 pod.end(Ending("Terminated", statuses.SHUTDOWN, grace_s))
 
+    def speaks(self, node: str) -> bool:
+        """Does the node still tell the server of itself?"""
+        return self._speaks[node].is_set()
+
     def lose(self, node: str, *, dead: bool = True) -> None:
         """Let a node fall silent; `dead` kills what runs there, else it goes on behind a broken network."""
         self._speaks[node].clear()
