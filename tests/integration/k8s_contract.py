@@ -27,7 +27,6 @@ T = TypeVar("T")
 
 CONTRACT = "KUBECONFIG_CONTRACT"
 POOL = "dlrover-core/contract"
-NO_FAULTS = "a real cluster plays no faults"
 BOUND_S = 60.0
 
 

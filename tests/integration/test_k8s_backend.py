@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.k8s_contract import NO_FAULTS, Joined, asked_for
+from tests.integration.k8s_contract import Joined, asked_for
 
 from dlrover_backends.fake_k8s import Fault, Ground, What
 from dlrover_backends.k8s import names
@@ -47,7 +47,7 @@ class Place:
     def fake(self) -> Ground:
         """The cluster, where it plays faults."""
         if isinstance(self.ground, Joined):
-            pytest.skip(NO_FAULTS)
+            pytest.skip("a real cluster plays no faults")
         return self.ground
 
     def backend(self, run: str = "", **more: Any) -> KubernetesBackend:
