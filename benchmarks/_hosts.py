@@ -58,8 +58,8 @@ class Hosts(Job):
             time.sleep(0.02)
         raise Broken(f"{self.launcher} does not listen on port {self.port}; it said: {self.said()}")
 
-    def end(self) -> int:
-        """Kill what is left; how many processes that were no launchers."""
+    def end(self) -> list[str]:
+        """Kill what is left; the processes that were no launchers, in words."""
         for one in self.launchers:
             one.kill()
             one.wait()
@@ -79,7 +79,7 @@ def hosts(launcher: str, arguments: Sequence[str], nnodes: str, count: int, conf
         left = job.end()
         shutil.rmtree(folder, ignore_errors=True)
         if left:
-            say(f"{launcher} left {left} processes behind; killed")
+            say(f"{launcher} left {len(left)} processes behind, killed now: {'; '.join(left)}")
 
 
 def all_step(lines: Sequence[Line], before: set[int], ranks: int) -> float:

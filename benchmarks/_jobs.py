@@ -35,6 +35,9 @@ NVRX = "nvidia-resiliency-ext==0.4.1"
 
 MARK = "DLROVER_BENCH_RUN"
 LIMIT_S = 120.0
+LEFT_S, SWEPT_S = 2.0, 15.0
+DESK, SWEEPER = "dlrover_backends.ray.desk", "dlrover-sweeper"
+"""What ends the rest when our launcher was killed; it takes longer where the processors are busy."""
 
 
 class Broken(Exception):
@@ -132,6 +135,15 @@ class Job:
         errors = [line for line in text.splitlines() if "Error" in line][:12]
         return "\n".join([*errors, "...", text[-1000:]])
 
+    def _left(self) -> dict[int, str]:
+        """What lives on. A desk that no master talks to ends in ten seconds, which nobody waits for here: it is killed."""
+        left = {pid: _named(pid) for pid in marked(self.mark)}
+        for pid in [pid for pid, words in left.items() if DESK in words]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            del left[pid]
+        return left
+
     def records(self) -> list[Record]:
         """Our log of the run."""
 
@@ -142,20 +154,21 @@ class Job:
 
         return asyncio.run(read())
 
-    def end(self) -> int:
-        """Kill what is left; how many processes that were not its launcher."""
+    def end(self) -> list[str]:
+        """Kill what is left; the processes that were not its launcher, in words. One that cleans up after it is waited for."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        deadline = time.monotonic() + 2.0
-        while left := marked(self.mark):
-            if time.monotonic() > deadline:
+        began = time.monotonic()
+        while left := self._left():
+            sweeps = any(words.startswith(SWEEPER) for words in left.values())
+            if time.monotonic() - began > (SWEPT_S if sweeps else LEFT_S):
                 for pid in left:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-                return len(left)
+                return list(left.values())
             time.sleep(0.02)
-        return 0
+        return []
 
 
 @contextlib.contextmanager
@@ -183,7 +196,7 @@ def kept(make: Callable[[Path], Job]) -> Iterator[Job]:
         left = job.end()
         shutil.rmtree(folder, ignore_errors=True)
         if left:
-            say(f"{job.launcher} left {left} processes behind; killed")
+            say(f"{job.launcher} left {len(left)} processes behind, killed now: {'; '.join(left)}")
 
 
 def marked(mark: str) -> list[int]:
@@ -195,6 +208,15 @@ def marked(mark: str) -> list[int]:
                 if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
     return found
+
+
+def _named(pid: int) -> str:
+    """A process in words: its name, its number, and how it was started."""
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return f"{Path(f'/proc/{pid}/comm').read_text().strip()} ({pid}): {line[:200]}"
+    except OSError:
+        return f"({pid}), gone since"
 
 
 def _launch(launcher: str, folder: Path, options: Sequence[str]) -> list[str]:

@@ -1,7 +1,8 @@
 """The campaign `ray_seeds`: each seed is one real job in a real Ray cluster of three raylets on this machine.
 
 Workers, agents, actors, the desk, masters and raylets are killed with SIGKILL, raylets are frozen past their death and thawed,
-hosts are drained and added, and the cluster's state service is away for some seconds, at moments that the seed draws. At any
+hosts are drained and added, and the cluster's state service is away for some seconds, at moments that the seed draws. In a
+quarter of the seeds the command that started the job is killed with all masters beside it, and the cluster's own lead. At any
 time no rank may have two living processes, and the steps of each rank must be one chain. Afterwards the job trains with both of
 its nodes and ends well, no node was launched that no blow explains, and the cluster has no actor, no placement group, no key and
 no process of it.
@@ -18,6 +19,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +35,7 @@ if str(SCRIPTS) not in sys.path:
     sys.path.insert(0, str(SCRIPTS))
 
 from chain import Link, flaws, links  # noqa: E402  # it lies with the tests
-from running import NO_TORCH, Job  # noqa: E402  # as above
+from running import BIN, NO_TORCH, Job  # noqa: E402  # as above
 from tests.integration.ray_grounds import RayGround, desk_of, parent_of, processes_of, ray_ground  # noqa: E402  # as above
 
 SEEDS = 200
@@ -41,6 +43,7 @@ PROCESSES = ("worker", "agent", "actor", "desk", "master")
 KINDS = (*PROCESSES, "actor", "raylet", "raylet", "freeze", "drain", "drain", "add", "state", "state")
 MEANWHILE = (*PROCESSES, "raylet", "")
 SHAPES = ("2", "2", "1:2")
+DRIVERS = 0.25
 HOSTS, NODES, CPUS = 3, 2, 2
 PAUSES_S, DRAINS_S, FROZEN_S, AWAY_S = (0.0, 4.0), (1.0, 8.0), (0.5, 8.0), (0.5, 8.0)
 LIMIT_S, GONE_S, LOOK_S, SETTLED_STEPS = 120.0, 30.0, 0.05, 5
@@ -78,11 +81,13 @@ class Plan(NamedTuple):
     nnodes: nodes of the job, as ``--nnodes`` takes them
     early:  do the blows begin before all ranks train?
     blows:  what happens
+    driver: before which of these the command that started the job is killed; negative: it lives
     """
 
     nnodes: str
     early: bool
     blows: tuple[Blow, ...]
+    driver: int = -1
 
     @property
     def launches_max(self) -> int:
@@ -109,7 +114,8 @@ def drawn(seed: int) -> Plan:
             for_s = 0.0
         return Blow(pause_s, kind, which, for_s, meanwhile if kind == "state" else "")
 
-    return Plan(dice.choice(SHAPES), dice.random() < 0.2, tuple(blow() for _ in range(dice.randrange(2, 5))))
+    plan = Plan(dice.choice(SHAPES), dice.random() < 0.2, tuple(blow() for _ in range(dice.randrange(2, 5))))
+    return plan._replace(driver=dice.randrange(len(plan.blows)) if dice.random() < DRIVERS else -1)
 
 
 class Trial:
@@ -120,8 +126,11 @@ class Trial:
         self._due: list[tuple[float, str, str]] = []
         """When (CLOCK_MONOTONIC) which signal goes to the raylet of which host."""
         self._struck: list[str] = []
+        self._driver_is_dead = False
         line = ("--backend", "ray", "--ray-address", ground.address, "--nnodes", plan.nnodes, *LINE)
-        self._job = Job(folder, *line, str(SCRIPTS / "chain.py"), str(folder), job=f"seed-{time.monotonic_ns()}")
+        self._job = Job(
+            folder, *line, str(SCRIPTS / "chain.py"), str(folder), "--child", job=f"seed-{time.monotonic_ns()}"
+        )
 
     def run(self) -> Found:
         """Play it to its end. Raises AssertionError."""
@@ -131,7 +140,9 @@ class Trial:
             else:
                 self._until(self._well, "both ranks at the start")
             run, before = str(job.settings["run"]), self.ranks()
-            for blow in self._plan.blows:
+            for number, blow in enumerate(self._plan.blows):
+                if number == self._plan.driver:
+                    self._kill_driver()
                 self._rest(blow.pause_s)
                 self._strike(run, blow)
             self._rest(max([0.0, *(at - time.monotonic() for at, _, _ in self._due)]))
@@ -140,12 +151,12 @@ class Trial:
             if self._plan.is_calm and not self._plan.early:
                 assert self.ranks() == before, f"ranks were restarted for nothing: {before}, and now {self.ranks()}"
             job.finish()
-            code = job.ended(LIMIT_S)
-            assert code == 0, f"it ended with {code}: {job.said()[-3000:]}"
+            self._until_over()
             planned = self._ended_well()
         self._nothing_left(run)
         self._tidy()
-        return {"blows": [blow.kind for blow in self._plan.blows], "nodes": planned}
+        driver = ["driver"] if self._driver_is_dead else []
+        return {"blows": [*(blow.kind for blow in self._plan.blows), *driver], "nodes": planned}
 
     # ---- what must hold
 
@@ -208,9 +219,22 @@ class Trial:
     def _until(self, holds: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not holds():
-            assert self._job.process.poll() is None, f"the job has ended before {what}: {self._job.said()[-3000:]}"
+            ended = self._job.process.poll() is not None and not self._driver_is_dead
+            assert not ended, f"the job has ended before {what}: {self._job.said()[-3000:]}"
             assert time.monotonic() < deadline, f"{what}: not within {LIMIT_S:g} s"
             self._rest(2 * LOOK_S)
+
+    def _until_over(self) -> None:
+        """Wait for the good end; of a job that the cluster leads, have removed what it keeps of it."""
+        if not self._driver_is_dead:
+            code = self._job.ended(LIMIT_S)
+            assert code == 0, f"it ended with {code}: {self._job.said()[-3000:]}"
+            return
+        self._until(lambda: bool(self._job.events("JobSucceeded")), "the job's end")
+        words = [str(BIN / "dlrover"), "stop", f"ray:{self._job.name}"]
+        env = {**os.environ, "RAY_ADDRESS": self._ground.address}
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        assert done.returncode == 0, f"dlrover stop: {done.returncode} {done.stdout} {done.stderr}"
 
     def _rest(self, seconds: float) -> None:
         """Let time pass; do what falls due in it."""
@@ -226,6 +250,16 @@ class Trial:
             self._patience.sleep(LOOK_S)
 
     # ---- striking
+
+    def _kill_driver(self) -> None:
+        """Once the cluster has who leads in its place: it comes seconds after the start."""
+        mine = f"{self._job.name}#"
+        named = {"namespace": "dlrover-masters"}
+        self._until(
+            lambda: any(one.startswith(mine) for one in self._ground.order("named", **named)), "a masters' keeper"
+        )
+        self._job.process.kill()
+        self._driver_is_dead = True
 
     def _strike(self, run: str, blow: Blow) -> None:
         """Do it; to somebody who is gone already it does nothing."""

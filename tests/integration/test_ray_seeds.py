@@ -40,6 +40,8 @@ def test_plans_are_the_seeds() -> None:
     assert all(blow.for_s > 0 for blow in blows if blow.kind in {"freeze", "state"})
     assert {plan.nnodes for plan in plans} == {"2", "1:2"}
     assert {plan.is_calm for plan in plans} == {True, False}
+    assert all(plan.driver < len(plan.blows) for plan in plans)
+    assert 30 < sum(plan.driver >= 0 for plan in plans) < 70
 
 
 def test_launches_that_blows_explain() -> None:

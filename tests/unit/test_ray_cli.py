@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dlrover_adapters.cli import backend_flags, ray_flags
+from dlrover_adapters.cli import backend_flags, ray_flags, ray_reach
 from dlrover_adapters.cli import main as dlrover
 from dlrover_adapters.cli import options as cli_options
-from dlrover_backends.ray import settings
+from dlrover_backends.ray import mastery, settings
 from dlrover_backends.ray.client import RayBackend
 from dlrover_backends.ray.settings import Settings
 from dlrover_core import BackendContext
-from dlrover_core.errors import CoreError, LaunchRefused, SpecError
+from dlrover_core.errors import CoreError, LaunchRefused, Refused, SpecError
 from dlrover_core.testing.backend_stand import make_launch
 
 
@@ -131,6 +131,28 @@ def test_nodes_of_masters_that_live_stay(monkeypatch: pytest.MonkeyPatch, capsys
     said = capsys.readouterr()
     assert (said.out, cleared) == ("", [])
     assert "masters of ('a', '1') are still kept" in said.err
+
+
+def test_a_job_that_has_just_ended_is_removed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its masters stay for some seconds and refuse to stop it: they are waited for, and what the cluster keeps is removed."""
+    done: list[str] = []
+
+    def refuses(*_: object) -> int:
+        raise Refused("the job is succeeded")
+
+    record = mastery.Record("a", "1", "t", addresses={0: "h:1"})
+    cluster_of(monkeypatch, clear=lambda *_: done.append("clear"), release=lambda *_: done.append("release"))
+    vars(sys.modules["dlrover_backends.ray.masters"]).update(
+        find=lambda _: SimpleNamespace(record=record), await_over=lambda *_: done.append("over") or record
+    )
+    vars(sys.modules["dlrover_backends.ray.cluster"]).update(CLEAR_S=1.0)
+    monkeypatch.setattr(ray_reach, "connect", lambda *_: None)
+    monkeypatch.setattr(ray_reach, "_through", refuses)
+    assert dlrover.main(["stop", "ray:a"]) == 0
+    assert done == ["over", "clear", "release"]
+    assert "job a: had ended before, and all that was made for it is removed" in capsys.readouterr().out
 
 
 def test_a_name_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,15 @@
 
 ``chain.py FOLDER``: each rank keeps its last link in FOLDER/state-RANK, written whole or not at all, and appends ``step digest
 generation pid nanoseconds`` to FOLDER/chain-RANK. A step that is lost or made twice, or a second process of the same rank beside
-the first, shows in that file. It ends when FOLDER/finish exists.
+the first, shows in that file. It ends when FOLDER/finish exists. With ``--child``, each life starts a process that would
+outlive it in a session of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -68,6 +70,8 @@ def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     state, chain = folder / f"state-{rank}", os.open(folder / f"chain-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    if "--child" in sys.argv:
+        subprocess.Popen(["/bin/sleep", "600"], start_new_session=True)
     step, digest = 0, ""
     if state.exists():
         saved = state.read_text().split()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from dlrover_adapters.cli.places import FAILED, JOBS_SHOWN_MAX, LATE, OK, NotFound, through_masters
-from dlrover_core.errors import ConnectionLost, CoreError, SpecError
+from dlrover_core.errors import ConnectionLost, CoreError, Refused, SpecError
 from dlrover_core.words import first_few
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _stop(args: argparse.Namespace, record: Record) -> int:
     from dlrover_backends.ray import cluster, masters, names
 
     limit_s = STOP_S if math.isinf(args.timeout) else args.timeout
-    say, remove = f"dlrover stop: job {record.job}", args.wait is not False
+    say, remove, how = f"dlrover stop: job {record.job}", args.wait is not False, "stopped"
     if record.driver and not record.addresses:
         return _through(args, record)  # the command that was typed leads it, and removes all of it
     if record.over is None:
@@ -143,6 +143,8 @@ def _stop(args: argparse.Namespace, record: Record) -> int:
             _through(args, record)
         except ConnectionLost as error:
             raise ConnectionLost(f"{error}. dlrover ray rm {record.job} ends it without them") from error
+        except Refused:  # it is over; its masters stay for some seconds, and tell that at their end
+            how = "had ended before"
         if not remove:
             return OK
         over = masters.await_over(record.job, limit_s)
@@ -151,5 +153,5 @@ def _stop(args: argparse.Namespace, record: Record) -> int:
             return LATE
     cluster.Cluster(names.Run(record.job, record.run)).clear(cluster.CLEAR_S)
     masters.release(record.job, record.run)
-    print(f"job {record.job}: stopped, and all that was made for it is removed")
+    print(f"job {record.job}: {how}, and all that was made for it is removed")
     return OK
