@@ -10,19 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import BIN, SCRIPTS, Job
+from running import BIN, SCRIPTS, WITHOUT_TORCH, Job
 
 from dlrover_backends.fake_k8s import Ground
 
 BOUND_S = 60.0
+PATH = f"{BIN}{os.pathsep}{os.environ['PATH']}"
 QUICK = ("--bind", "127.0.0.1", "--set", "stop_grace_s=5", "--nnodes", "2")
 
 
 @pytest.fixture(name="ground")
 def made_ground() -> Iterator[Ground]:
     """Two nodes, whose pods find our commands."""
-    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    with Ground(2, extra={"PATH": path}) as ground:
+    with Ground(2, extra={"PATH": PATH}) as ground:
+        yield ground
+
+
+@pytest.fixture(name="light")
+def made_light_ground(tmp_path: Path) -> Iterator[Ground]:
+    """The same, for ranks that need no torch."""
+    with Ground(2, extra={**WITHOUT_TORCH, "PATH": PATH, "FOLDER": str(tmp_path)}) as ground:
         yield ground
 
 
@@ -32,11 +39,11 @@ def pods(ground: Ground) -> dict[str, Any]:
     return {one["metadata"]["annotations"].get("dlrover-core/node-name", "standby"): one for one in found}
 
 
-def job_of(ground: Ground, folder: Path, *more: str) -> Job:
+def job_of(ground: Ground, folder: Path, *more: str, script: str = "allreducing.py") -> Job:
     """A job of two pods."""
     config = ground.kubeconfig(folder / "config")
     line = ("--backend", f"k8s:kubeconfig={config}", "--image", "trainer:1", *QUICK, *more)
-    return Job(folder, *line, str(SCRIPTS / "allreducing.py"), str(folder))
+    return Job(folder, *line, str(SCRIPTS / script), str(folder))
 
 
 @pytest.mark.timeout(240)
@@ -61,23 +68,23 @@ def test_a_container_is_killed_for_memory(ground: Ground, tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(240)
-def test_a_warm_pod_takes_the_place_of_a_killed_one(ground: Ground, tmp_path: Path) -> None:
+def test_a_warm_pod_takes_the_place_of_a_killed_one(light: Ground, tmp_path: Path) -> None:
     """Its processes are the next incarnation's, which `dlrover explain` says; another one is kept warm, and none stays behind."""
-    with job_of(ground, tmp_path, "--standby", "1") as job:
+    with job_of(light, tmp_path, "--standby", "1", script="steps.py") as job:
         step = job.trains(1, beyond=3)["step"]
         job.until(lambda status: status["standbys"] == 1, "a standby that waits for a name")
         assert "standbys: 1 of 1 wait" in job.dlrover("status")
-        found = pods(ground)
+        found = pods(light)
         assert set(found) == {"standby", "worker-0-0", "worker-1-0"}
-        assert ground.strike(lambda kubelet: kubelet.oom("train", found["worker-1-0"]["metadata"]["name"]))
+        assert light.strike(lambda kubelet: kubelet.oom("train", found["worker-1-0"]["metadata"]["name"]))
         job.until(lambda status: status["step"] > step and status["generation"] > 1, "steps after the incident")
-        assert pods(ground)["worker-1-1"]["metadata"]["uid"] == found["standby"]["metadata"]["uid"]
+        assert pods(light)["worker-1-1"]["metadata"]["uid"] == found["standby"]["metadata"]["uid"]
         job.until(lambda status: status["standbys"] == 1, "another standby")
         job.finish()
         assert job.ended() == 0, job.said
         assert "a warm standby on" in job.dlrover("explain")
-    assert ground.objects("secrets", namespace="train") == []
-    ground.until(lambda: not pods(ground) and not ground.objects("configmaps", namespace="train"), BOUND_S)
+    assert light.objects("secrets", namespace="train") == []
+    light.until(lambda: not pods(light) and not light.objects("configmaps", namespace="train"), BOUND_S)
 
 
 @pytest.mark.timeout(240)
