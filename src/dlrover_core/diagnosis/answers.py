@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dlrover_core.diagnosis import offline, procedure, signatures, who
-from dlrover_core.diagnosis.evidence import CASC, ERROR, EXIT, KERNEL, LOG, Evidence
+from dlrover_core.diagnosis.evidence import CASC, ERROR, EXIT, KERNEL, LOG, NET, Evidence
 from dlrover_core.diagnosis.procedure import Judgement
 from dlrover_core.diagnosis.reading import Read, Spot
 from dlrover_core.diagnosis.signatures import Table
@@ -115,7 +115,7 @@ def answer(read: Read, extra: str = "") -> Answer | None:
                 why.get(found.root.seq, "later, or less to the point"),
             )
         )
-    rank, node, host, device = _where(read, seen, first)
+    rank, node, host, device = _where(read, seen, first, table)
     return Answer(tuple(causes), seen, rank, node, host, device, where_next(first), first.unknown)
 
 
@@ -151,10 +151,16 @@ def _lines(read: Read, seen: Sequence[Evidence], root: Evidence) -> tuple[Spot, 
     return tuple(read.spots[seq - 1] for seq in [root.seq, *same][:LINES_MAX])
 
 
-def _where(read: Read, seen: Sequence[Evidence], found: Judgement) -> tuple[int, str, str, str]:
-    """Rank, node, host and device, as far as the log names them."""
+def _where(read: Read, seen: Sequence[Evidence], found: Judgement, table: Table) -> tuple[int, str, str, str]:
+    """Rank, node, host and device, as far as the log names them.
+
+    Whoever only complains of others is not at fault: it is named where the procedure found a reason. A link has two ends: the
+    host that tells of its failure is named only with a rank, or beside others, which do not tell of it.
+    """
     root = found.root
     rank = found.rank
+    if found.verdict == CASC and not found.blamed and rank < 0:
+        return (who.rank_named(root.text) if root.signature.startswith("jax.") else -1), "", "", ""
     if rank < 0 and root.source != KERNEL:
         rank = _only(one.rank for one in seen if one.signature == root.signature)
     ends = [one for one in seen if one.source == EXIT and one.exit_code in (-9, 137)]
@@ -170,7 +176,22 @@ def _where(read: Read, seen: Sequence[Evidence], found: Judgement) -> tuple[int,
     node = found.blamed if found.blamed not in read.files else ""
     if not node:
         node = dict(read.pods).get(root.node, "") if root.node in read.files else root.node
+    known = table.get(root.signature)
+    if (
+        found.verdict == NET
+        and known is not None
+        and known.scope != "host"
+        and rank < 0
+        and not _beside(read, seen, root)
+    ):
+        return rank, "", "", _device(root)
     return rank, node, host, _device(root)
+
+
+def _beside(read: Read, seen: Sequence[Evidence], root: Evidence) -> bool:
+    """Does the log tell of other hosts, which do not tell of the same?"""
+    alike = {one.host for one in seen if one.signature == root.signature}
+    return bool(set(read.hosts) - alike - {root.host})
 
 
 def _device(root: Evidence) -> str:

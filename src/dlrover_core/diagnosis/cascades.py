@@ -114,6 +114,6 @@ def unheard(seen: Sequence[Evidence], members: Sequence[Member]) -> set[tuple[in
         if len(homes) == 1 and len(silent) < len(everybody):
             return {(min(silent), *next(iter(homes)))}
         return {(rank, *_home(seen, members, rank)) for rank in silent} if len(silent) < len(everybody) else set()
-    if len(spoke) < 2:  # of a log of one rank's words nobody can say who is missing
+    if len(spoke) < 3:  # of a log of one or two ranks' words nobody can say who is missing
         return set()
     return {(rank, "", "") for rank in set(range(max(spoke) + 1)) - spoke}

@@ -31,11 +31,10 @@ And no eviction ever follows from a symptom that is global (`EVICTS`), nor from 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from dlrover_core.diagnosis import cascades, who
+from dlrover_core.diagnosis import cascades, places, who
 from dlrover_core.diagnosis.cascades import Member
 from dlrover_core.diagnosis.evidence import (
     CASC,
@@ -103,13 +102,6 @@ _TAKES_OUT = (*EVICTS, "relaunch")
 _REPORTS = frozenset(
     f"exception.{one}" for one in ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
 )
-# A path that one host may lack and another have.
-_PATH = re.compile(r"['\" ](?:/[\w.-]|\w+://)")
-_LOCAL_PATH = re.compile(
-    r"['\" ](?:/(?:tmp|var|usr|opt|etc|dev|proc|sys|run|scratch|local|mnt/(?:local|nvme|ssd)|raid|nvme)\b|\w+\.so\b)"
-)
-# A queue pair that cannot be connected: routes, addresses, subnets and the peer have a part in it.
-_CONNECTS = re.compile(r"\bibv_(?:modify|create)_qp\b|\b(?:Network is|Host) unreachable\b", re.IGNORECASE)
 # What a class asks for where its signature is not in the table.
 _BY_CLASS = {PLAT: "relaunch", HW: "isolate", CASC: "proc"}
 
@@ -419,8 +411,10 @@ def _counted(case: _Case, root: Evidence, rule: str, history: Sequence[Evidence]
     elif root.signature == "loss.nan" and root.source in (LOG, ERROR):
         # A program that checks its loss says so on whichever rank checks first: that speaks of no machine.
         verdict = USER
-    elif root.signature == "ib.fatal" and _CONNECTS.search(root.text):
+    elif root.signature == "ib.fatal" and places.between_hosts(root.text):
         action, rule = "check", f"{rule}; a path between hosts, no host of its own"
+    elif root.signature == "disk.full" and places.shared(root.text):
+        action, rule = "wait", f"{rule}; what all hosts share, and a new one would lack as well"
     elif root.signature in _ONE_OR_ALL:
         verdict, action, rule = _one_or_all(case, root, same, rule)
     elif root.signature in TWICE and _compared(case) and (times := _times(case, root, history)) > 1:
@@ -453,14 +447,13 @@ def _one_or_all(case: _Case, root: Evidence, same: list[Evidence], rule: str) ->
     # One rank may do what no other does, such as writing checkpoints: a file is missing *on a node* if all its ranks say so.
     # And what it names is local: what all hosts share is missing for all of them.
     said = {one.rank for one in same}
-    shared = _PATH.search(root.text) is not None and _LOCAL_PATH.search(root.text) is None
-    whole = not root.signature.startswith("exception.") or (len(said) > 1 and not shared)
+    whole = not root.signature.startswith("exception.") or (len(said) > 1 and not places.shared(root.text))
     if _beyond(case, root):
         return USER, "fail", f"{rule}; it asks for a device that a host of this job has not"
     if alone and whole:
         return (HW if root.verdict == HW else PLAT), "isolate", f"{rule}; on one of {len(others) + 1} nodes only"
     everywhere = len({where(one) for one in same}) > 1
-    if not everywhere and others:
+    if not everywhere and (others or not case.members):
         return root.verdict, "check" if case.action(root) in EVICTS else case.action(root), rule
     verdict = root.verdict if root.verdict == PLAT or not everywhere else USER
     return verdict, ("fail" if everywhere else case.action(root)), rule

@@ -109,6 +109,7 @@ class Read(NamedTuple):
     ``untimed``: files whose times cannot be compared with the others'.
     ``gpus``: the rank at a host's PCI address, by what NCCL said.
     ``pods``: the pod that the whole of a file is from.
+    ``hosts``: every host that wrote a line.
     """
 
     observations: tuple[Observation, ...]
@@ -118,6 +119,7 @@ class Read(NamedTuple):
     untimed: tuple[str, ...] = ()
     gpus: tuple[tuple[str, int], ...] = ()
     pods: tuple[tuple[str, str], ...] = ()
+    hosts: tuple[str, ...] = ()
 
 
 class _Found(NamedTuple):
@@ -174,6 +176,7 @@ def read(texts: Sequence[Text], matcher: Matcher) -> Read:
         strange if len(strange) < len(known) or (strange and len(known) > 1 and common) else (),
         tuple(item for one in files for item in one.places.gpus.items()),
         tuple((one.surrogate, one.pod) for one in files if one.pod),
+        tuple(dict.fromkeys(host for one in files for host in one.places.hosts)),
     )
 
 
