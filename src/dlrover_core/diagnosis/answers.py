@@ -161,7 +161,13 @@ def _where(read: Read, seen: Sequence[Evidence], found: Judgement, table: Table)
     rank = found.rank
     if found.verdict == CASC and not found.blamed and rank < 0:
         return (who.rank_named(root.text) if root.signature.startswith("jax.") else -1), "", "", ""
-    if rank < 0 and root.source != KERNEL:
+    if rank >= 0 and root.source == EXIT:
+        # One line that tells of several ranks' ends tells of none of them alone.
+        said = read.spots[root.seq - 1][:2]
+        rank = _only(
+            one.rank for one in seen if one.signature == root.signature and read.spots[one.seq - 1][:2] == said
+        )
+    elif rank < 0 and root.source != KERNEL:
         rank = _only(one.rank for one in seen if one.signature == root.signature)
     ends = [one for one in seen if one.source == EXIT and one.exit_code in (-9, 137)]
     killed = next((one for one in ends if one.rank >= 0), None)

@@ -45,6 +45,7 @@ _ONE = tuple(
         r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)",
         r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node (?P<host>[\w.-]+) exited on signal (?P<signal>\d+)",
         r"^(?P<host>[\w.-]+): rank (?P<rank>\d+) (?:died from signal (?P<signal>\d+)|exited with code (?P<code>\d+))",
+        r"--local[_-]rank=(?P<local>\d+)\b.* exits with return code = (?P<code>-?\d+)",
         r"exits with return code = (?P<code>-?\d+)",
         r"\b[Rr]ank (?P<rank>\d+) (?:\(PID (?P<pid>\d+)\) )?(?:crashed with exit code|exited with code) (?P<code>-?\d+)",
         r"--local[_-]rank=(?P<local>\d+)\b.* died with <Signals\.(?P<name>SIG[A-Z]+)",

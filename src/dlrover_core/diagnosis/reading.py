@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dlrover_core.diagnosis import clock, exceptions, launchers, vocabulary, who
+from dlrover_core.diagnosis import clock, exceptions, launchers, layout, vocabulary, who
 from dlrover_core.diagnosis.classify import DYING, plainly, words_of
 from dlrover_core.diagnosis.evidence import CASC, DATA, ERROR, EXIT, KERNEL, LOG, NET, PLAT, PLATFORM, SOFT, USER
 from dlrover_core.diagnosis.exceptions import Chain
@@ -45,22 +45,6 @@ EARLIER = "an earlier attempt's end"
 _ENDS = ("exit.", "slurm.cancelled", "exception.ChildFailedError", "mpi.abort", "nccl.aborted")
 LINE_S = 1e-6
 _NOBODY = (-1, "", "", 0)
-# What makes a line worth reading that no signature may know: exceptions of any name, launchers' words, and who is where.
-MARKS = (
-    r"Traceback \(most recent call last\)",
-    r"^Caused by: ",
-    r"\bRoot Cause \(first observed failure\)",
-    r"\bexitcode *: ",
-    r"\bexits with return code = ",
-    r"\bsrun: error: ",
-    r"\bProcess name: \[\[",
-    r"\bRUNNING AT \S",
-    r"\bexited on signal \d",
-    r": rank \d+ (?:died from signal|exited with code) \d",
-    r"\bterminated with (?:signal|exit code)",
-    r"\bbusId \w+\b.{0,60}\bInit COMPLETE",
-    r"\b(?:error|fatal|failed|cannot|unable to|could not)\b",
-)
 TEXT_LINES_MAX = 160
 
 # A launcher that only passes on how its child ended.
@@ -235,7 +219,8 @@ class _File:
         self.rows, self.pod = numbered(list(rows_of(text)))
         self.times, self.clock = clock.in_order([row.stamps for row in self.rows])
         self.places = _Places()
-        self._learn()
+        ends = launchers.ends([row.body for row in self.rows])
+        self._learn(ends)
         self.rank = rank_of_file(text.name)
         self.host = self._host()
         base = text.name.rsplit("/", 1)[-1]
@@ -243,7 +228,6 @@ class _File:
         self._matcher = matcher
         self._taken: set[int] = set()
         chains = self._chains()
-        ends = launchers.ends([row.body for row in self.rows])
         self._taken.update(one.line for one in ends)
         hits = self._hits()
         if not self.host and not self.places.hosts:
@@ -291,8 +275,10 @@ class _File:
 
     # ---- who is where
 
-    def _learn(self) -> None:
+    def _learn(self, ends: Sequence[launchers.Ended]) -> None:
         places = self.places
+        self._layout = layout.learn((row.body for row in self.rows), ends)
+        self.rows = [self._ranked(row) for row in self.rows]
         for row in self.rows:
             body, its = row.body, row.who
             if its.host:
@@ -310,13 +296,20 @@ class _File:
                 bus = _BUS.search(body)
                 if bus is not None:
                     places.gpus.setdefault(f"{its.host} {bus[3].lower()}", int(bus[1]))
-        for ended in launchers.ends([row.body for row in self.rows]):
+        for ended in ends:
             if ended.host:
                 places.hosts[ended.host] += 1
                 if ended.rank >= 0:
                     places.host_of[ended.rank] = ended.host
                     if ended.local >= 0:
                         places.rank_of[ended.host, ended.local] = ended.rank
+
+    def _ranked(self, row: Row) -> Row:
+        """A row of whose writer only the rank on its host is told, with the rank in the job."""
+        its = row.who
+        if its.local < 0 or its.rank != its.local:
+            return row
+        return row._replace(who=its._replace(rank=self._layout.rank(its.host, its.local)))
 
     def _host(self) -> str:
         """The machine that the whole file is about, or empty."""
@@ -452,7 +445,10 @@ class _File:
 
     def _of_ends(self, ends: Sequence[launchers.Ended]) -> Iterator[_Found]:
         for one in ends:
-            rank = one.rank if one.rank >= 0 else self.places.rank_of.get((self.host, one.local), one.local)
+            rank = one.rank
+            if rank < 0 <= one.local:
+                host = one.host or self.host
+                rank = self.places.rank_of.get((host, one.local), self._layout.rank(host, one.local))
             seen = self._placed(self._at(one.line) - one.before_s, EXIT, Who(rank, one.local, one.host), "", "")
             if one.code == 0:
                 continue

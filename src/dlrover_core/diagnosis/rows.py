@@ -22,6 +22,25 @@ _FILE_RANK = re.compile(
 )
 _FOLDER_RANK = re.compile(r"(?:^|/)(\d{1,6})/(?:stdout|stderr|error)\.\w+$")
 
+# What makes a line worth reading that no signature may know: exceptions of any name, launchers' words, and who is where.
+MARKS = (
+    r"Traceback \(most recent call last\)",
+    r"^Caused by: ",
+    r"\bRoot Cause \(first observed failure\)",
+    r"\bexitcode *: ",
+    r"\bexits with return code = ",
+    r"\bsrun: error: ",
+    r"\bProcess name: \[\[",
+    r"\bRUNNING AT \S",
+    r"\bexited on signal \d",
+    r": rank \d+ (?:died from signal|exited with code) \d",
+    r"\bterminated with (?:signal|exit code)",
+    r"\bbusId \w+\b.{0,60}\bInit COMPLETE",
+    r"\bglobal_ranks=\[",
+    r"\bnode[_-]rank\b",
+    r"\b(?:error|fatal|failed|cannot|unable to|could not)\b",
+)
+
 
 class Text(NamedTuple):
     """A log, or what is worth reading of it. ``numbers``: each line's in its file; ``whole``: nothing was left out."""

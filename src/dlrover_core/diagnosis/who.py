@@ -63,6 +63,8 @@ _FRONT = tuple(
             rf"(?P<host>{_HOST}) [\w./()-]+(?:\[\d+\])?: "
         ),
         rf"(?P<stamp>{_DATE}T{_CLOCK}{_ZONE}) (?P<host>{_HOST}) (?:kernel|[\w./()-]+\[\d+\]): ",
+        # Slurm's daemons, with their host.
+        rf"(?:slurmstepd|slurmd)-(?P<host>{_HOST}): (?:error: )?",
         # A collector's or a logger's time, alone or in brackets; containerd's stream.
         rf"(?P<stamp>{_DATE}[T _]{_CLOCK}{_ZONE})(?: ?[|,:-]+ ?| |(?=\[)|$)(?:(?:stdout|stderr) [FP] ?)?",
         rf"\[(?P<stamp>(?:rank\d+\]?:? ?)?{_DATE}[T _]{_CLOCK}{_ZONE})(?:,\d+)?(?: (?:DP\d+ )?TP(?P<rank>\d+))?\][: ]{{0,2}}",
@@ -133,6 +135,7 @@ _HOST_NAMED = tuple(
     re.compile(one)
     for one in (
         rf"\bNode failure on ({_HOST})",
+        rf"\b[Nn]odes? ((?=[\w.-]*\d){_HOST}) (?:not responding|is not responding|has failed|was lost|went down|state set to)",
         r"\b[Nn]ode with (?:node |client )?id\b.{0,160}\b(?:ip|address): (\d{1,3}(?:\.\d{1,3}){3})",
         rf"\bRemote daemon *: \[\[[\d,]+\],\d+\] on node ({_HOST})",
         r"\b(?:Owner|Worker) I[Pp] address: (\d{1,3}(?:\.\d{1,3}){3})",
@@ -286,6 +289,21 @@ def _joined(who: Who, said: dict[str, str | None]) -> Who:
     )
 
 
+def _within(told: dict[str, object]) -> dict[str, object]:
+    """What collectors and Kubernetes' events say of the writer one level down: where it runs, and which object is meant."""
+    found: dict[str, object] = {}
+    for name in ("labels", "resource", "source", "kubernetes"):
+        inner = told.get(name)
+        if isinstance(inner, dict):
+            labels = inner.get("labels")
+            found |= {**(labels if isinstance(labels, dict) else {}), **inner}
+    meant = told.get("involvedObject", told.get("regarding"))
+    if isinstance(meant, dict) and isinstance(meant.get("name"), str):
+        kind = str(meant.get("kind", "")).lower()
+        found |= {"pod": meant["name"]} if kind == "pod" else {"host": meant["name"]} if kind == "node" else {}
+    return found
+
+
 def _of_json(line: str) -> Peeled | None:
     """A line that a collector wrote as JSON."""
     try:
@@ -297,8 +315,7 @@ def _of_json(line: str) -> Peeled | None:
     text = next((told[name] for name in _JSON_TEXT if isinstance(told.get(name), str)), None)
     if text is None:
         return None
-    inner = told.get("kubernetes") if isinstance(told.get("kubernetes"), dict) else told
-    words = {**told, **inner} if isinstance(inner, dict) else told
+    words = {**told, **_within(told)}
     trace = next(
         (
             told[name]

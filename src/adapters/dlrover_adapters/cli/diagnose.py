@@ -48,14 +48,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """`dlrover diagnose`."""
     from dlrover_adapters.cli import log_files
-    from dlrover_core.diagnosis import answers, reading
+    from dlrover_core.diagnosis import answers, reading, rows
     from dlrover_core.diagnosis.matching import Sieve, matcher
     from dlrover_core.diagnosis.rows import Text
     from dlrover_core.diagnosis.signatures import table
 
     extra = own(args.signatures)
     known = table(extra)
-    reader = log_files.Reader(Sieve(known, reading.MARKS), _progress(args.files))
+    reader = log_files.Reader(Sieve(known, rows.MARKS), _progress(args.files))
     texts: list[Text] = []
     unread = 0
     for path in dict.fromkeys(args.files):
