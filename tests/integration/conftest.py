@@ -26,6 +26,7 @@ BOUND_S = 60.0  # between two notices a worker may import torch twice
 SCRIPTS = str(Path(__file__).parent / "scripts")  # what the tests of `dlrover-run` share
 if SCRIPTS not in sys.path:
     sys.path.insert(0, SCRIPTS)
+NO_TORCH = f"{SCRIPTS}/no_torch"
 SOURCES = [str(Path(__file__).parents[2] / one) for one in ("src", "src/adapters", "src/backends")]
 
 BUSY_ETCDS = ("test_cli_etcd", "test_etcd_chaos_masters")  # whole jobs beside an etcd
@@ -157,25 +158,34 @@ Make = Callable[..., contextlib.AbstractAsyncContextManager[Rig]]
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """An open launcher for a script: ``async with`` it, with a script, ``torch=True``, and fields of `LaunchConfig`."""
+    """An open launcher for a script: ``async with`` it, with a script, ``torch=True``, and fields of `LaunchConfig`.
+
+    ``light``: with what stands for torch, where a framework is needed and torch itself is not.
+    """
     (tmp_path / "bare.py").write_text(BARE)
     monkeypatch.syspath_prepend(str(tmp_path))  # agents import a framework, too
 
     @contextlib.asynccontextmanager
     async def make(
-        script: str = "", *, torch: bool = False, env: dict[str, str] | None = None, **fields: object
+        script: str = "",
+        *,
+        torch: bool = False,
+        light: bool = False,
+        env: dict[str, str] | None = None,
+        **fields: object,
     ) -> AsyncIterator[Rig]:
         path = tmp_path / "script.py"
         path.write_text(PRELUDE + textwrap.dedent(script))
+        ours = [NO_TORCH, *SOURCES] if light else SOURCES
         born = {
             "FOLDER": str(tmp_path),
-            "PYTHONPATH": os.pathsep.join([*SOURCES, str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([*ours, str(tmp_path), os.environ.get("PYTHONPATH", "")]),
             # What optimizers need takes the longest to import.
             **({} if "optim" in script or "_dynamo" in script else {"DLROVER_WARM": "core"}),
             **(env or {}),
         }
-        config = LaunchConfig((str(path),), env=born, stores=torch, run_dir=str(tmp_path / "run"))
-        if not torch:
+        config = LaunchConfig((str(path),), env=born, stores=torch or light, run_dir=str(tmp_path / "run"))
+        if not (torch or light):
             config = config._replace(framework="bare")
         config = config._replace(**fields)  # type: ignore[arg-type]
         launcher = LinuxLauncher(config)

@@ -108,6 +108,7 @@ PRELOADS = {
 
 
 OTHERS = pytest.mark.nightly(reason="preloads that are unfit in other ways stand for it in make test")
+LIGHT = ("threads", "missing", "raises", "exits", "crashes")  # that they are refused is not about torch
 NIGHTLY = ("multiplies", "cuda", "bad_fork", "missing", "raises", "exits", "crashes")
 
 
@@ -122,11 +123,12 @@ def test_an_unfit_preload_is_refused_by_name(rig: Make, tmp_path: Path, name: st
     script = f"""
     import torch
     ones = torch.ones(300, 300)
-    tell((ones @ ones)[0, 0].item(), "good" in sys.modules, "preload_{name}" in sys.modules)
+    tell(float((ones @ ones)[0, 0]), "good" in sys.modules, "preload_{name}" in sys.modules)
     """
 
     async def test() -> None:
-        async with rig(script, torch=True, preload=preload, probe_s=2.0, env={"OMP_NUM_THREADS": "2"}) as one:
+        what = {"preload": preload, "probe_s": 2.0, "env": {"OMP_NUM_THREADS": "2"}}
+        async with rig(script, torch=True, light=name in LIGHT, **what) as one:
             assert list(one.launcher.refused) == [f"preload_{name}"]
             assert reason in one.launcher.refused[f"preload_{name}"]
             (end,) = await one.run()
@@ -264,7 +266,7 @@ def test_a_world_whose_store_died_ends_at_once(rig: Make, when: str) -> None:
     script = TRAIN if when == "before" else "tell(); forever()"
 
     async def test() -> None:
-        async with rig(script, torch=True, nproc=2, env={"STEPS": "5"}) as one:
+        async with rig(script, torch=True, light=when == "while", nproc=2, env={"STEPS": "5"}) as one:
             await one.until(lambda notice: isinstance(notice, StoreReady))
             if when == "before":
                 os.kill(one.launcher.pids["keeper"], signal.SIGKILL)
@@ -284,7 +286,7 @@ def test_a_store_named_by_a_world_that_never_starts(rig: Make) -> None:
     """A store is offered once; when a superseded world has spent it, the next is offered."""
 
     async def test() -> None:
-        async with rig("", torch=True) as one:
+        async with rig("", light=True) as one:
             await one.until(lambda notice: isinstance(notice, StoreReady))
             one.launcher.spend_store(one.stores[0])
             one.launcher.spend_store(one.stores[0])
@@ -313,16 +315,17 @@ def test_a_store_named_by_a_world_that_never_starts(rig: Make) -> None:
 def test_the_root_cause_is_known(rig: Make, recorded: bool, preload: tuple[str, ...] | None) -> None:
     """An exception that nobody caught is in the exit, with or without torch's decorator, and printed as if run afresh."""
     script = """
-    from torch.distributed.elastic.multiprocessing.errors import record
     def main():
         raise ValueError(f"bad batch on {RANK}")
-    main = record(main) if sys.argv[1:] else main
+    if sys.argv[1:]:
+        from torch.distributed.elastic.multiprocessing.errors import record
+        main = record(main)
     if __name__ == "__main__":
         main()
     """
 
     async def test() -> None:
-        async with rig(script, torch=True, preload=preload) as one:
+        async with rig(script, torch=True, light=not recorded, preload=preload) as one:
             one.launcher._config = one.launcher._config._replace(
                 argv=(*one.launcher._config.argv, *(["x"] if recorded else []))
             )
