@@ -111,3 +111,22 @@ relaunches = 3
     ]
     assert not untold
     assert len(list(tmp_path.glob("used-0-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "loaders"), [pytest.param(1, 0), pytest.param(2, 2, marks=pytest.mark.nightly)], ids=["one", "two"]
+)
+def test_a_model_is_trained_once_on_each_sample_though_a_rank_is_killed(
+    tmp_path: Path, nodes: int, loaders: int
+) -> None:
+    """With FlashCheckpoint and ranks at different paces: what came after the restored round is trained again, and no more."""
+    size, launch = 60, ("--local-nodes", str(nodes), "--nproc-per-node", str(2 // nodes), "--max-restarts", "2")
+    script = str(SCRIPTS / "leasing_model.py")
+    with Job(tmp_path, *launch, script, str(size), f"file://{tmp_path}/ckpt", str(loaders), "0.01,0.03", "1:4") as job:
+        assert job.ended(LIMIT_S) == 0, job.said()[-3000:]
+        told, row = [one["fields"] for one in job.events("LeasesRestored")], shown(job)
+    assert [int(times) for times in (tmp_path / "trained").read_text().split()] == [2] * size
+    assert [(one["generation"], bool(one["step"])) for one in told] == [(1, False), (2, True)]
+    began = {path.read_text().split()[2] for path in tmp_path.glob("began-*")}
+    assert began == {"0", str(Ranges.unpack(bytes.fromhex(told[1]["spans"])).count)}
+    assert (row["used"], row["held"], row["finished"], row["assignment"]) == (2 * size, 0, True, "lease-model")

@@ -26,6 +26,7 @@ from dlrover_adapters.torch.checkpoint.ladder import RestoreFailed
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
 from dlrover_adapters.torch.checkpoint.restore import Restored, restore
 from dlrover_adapters.torch.checkpoint.sources import Mismatch
+from dlrover_adapters.torch.checkpoint.trained import LEASED
 from dlrover_adapters.torch.checkpoint.vault import (
     MEMORY,
     Fetched,
@@ -106,6 +107,7 @@ class Arena:
         layout: int = 7,
         own: tuple[int, ...] = (),
         light: bool = False,
+        leased: bool = False,
     ) -> None:
         self.rank, self.world, self.layout, self.shares = rank, world, layout, shares
         items, at = [], 0
@@ -118,6 +120,7 @@ class Arena:
             )
             at += -(-size // 64) * 64
         objects = ("extra", "rank.0.rng") if rank == 0 else (f"rank.{rank}.rng",)
+        objects += (f"rank.{rank}.{LEASED}",) if leased else ()
         whole_table = Table(layout, world, rank, holders, tuple(items), objects, own=own)
         if light:
             whole_table, _ = lightened(whole_table)
@@ -140,14 +143,24 @@ class Arena:
         )
         self.sequence = 0
 
-    def save(self, step: int, *, generation: int = 1, slot: int = 0, hashed: bool = True, cut: bytes = b"") -> None:
-        """The state after a step; ``cut``: with this position in the data."""
+    def save(
+        self,
+        step: int,
+        *,
+        generation: int = 1,
+        slot: int = 0,
+        hashed: bool = True,
+        cut: bytes = b"",
+        trained: bytes = b"",
+    ) -> None:
+        """The state after a step; ``cut``: with this position in the data; ``trained``: with these words of its rank."""
         self.sequence += 1
         whole, begin = state(step), self.sizes.data_at(slot)
         for share, item in zip(self.shares, self.items, strict=True):
             raw = whole[share.name][box(share)].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             self.map[begin + item.at : begin + item.at + len(raw)] = raw
         mine = {f"rank.{self.rank}.rng": saved(f"rng {self.rank} of {step}"), "extra": saved({"position": step})}
+        mine |= {f"rank.{self.rank}.{LEASED}": saved(trained)} if trained else {}
         blob = pack_blob({**mine, CUT: cut} if cut else mine)
         at = self.sizes.blob_at(slot)
         self.map[at : at + len(blob)] = blob

@@ -134,6 +134,16 @@ def test_in_another_shape_own_objects_are_read_where_they_are() -> None:
     assert passed_over(nodes, {(7, 4): DDP4}, (), OWN, found) == ()
 
 
+def test_of_joined_states_one_node_reads_what_no_node_needs() -> None:
+    """In any shape: the objects of all ranks count together, so where one is nowhere the state is not used."""
+    nodes = [node((0,), piece(0), piece(1), piece(3, kind=OBJECTS)), node((1,), piece(2, kind=OBJECTS))]
+    found = plan(nodes, {(7, 4): DDP4}, own=OWN, joined=[(7, 4)])
+    assert found is not None
+    assert [{source.rank for source in one} for one in found.sources] == [{0, 1, 2, 3}, {0, 1}]
+    assert plan(nodes[:1], {(7, 4): DDP4}, own=OWN, joined=[(7, 4)]) is None
+    assert plan(nodes[:1], {(7, 4): DDP4}, own=OWN) is not None
+
+
 def test_replicated_states_need_no_copies() -> None:
     """Under DDP a newcomer reads what any other node has, where ranks have nothing of their own."""
     nodes = [node((0, 1), piece(0), piece(1)), node((2, 3))]

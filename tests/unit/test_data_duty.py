@@ -314,7 +314,7 @@ def test_another_dataset_of_the_name_is_refused(play: Any) -> None:
         line = await one.line(opened=False)
         with pytest.raises(SpecError, match=r"the job has it with 100 samples.*this one has 99 samples.*another name"):
             await asyncio.to_thread(line.open, TERMS._replace(size=99), 4)
-        with pytest.raises(SpecError, match="'cursor' of dataset 'eval': only 'lease' is drawn here"):
+        with pytest.raises(SpecError, match="'cursor' of dataset 'eval': only 'lease' or 'lease-model' is drawn"):
             await asyncio.to_thread(line.open, TERMS._replace(assignment="cursor"), 4)
         with pytest.raises(SpecError, match="open it before you draw"):
             await one.draw(line)

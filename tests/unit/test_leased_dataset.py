@@ -17,9 +17,10 @@ from dlrover_adapters.torch import ElasticDataset, FlashCheckpoint, steps  # noq
 from dlrover_adapters.torch.data.leased import Lent  # noqa: E402
 from dlrover_core.data.in_work import InWork  # noqa: E402
 from dlrover_core.data.poison import VARIABLE, Spot, told  # noqa: E402
-from dlrover_core.data.ranges import Span  # noqa: E402
+from dlrover_core.data.ranges import Ranges, Span  # noqa: E402
+from dlrover_core.data.trained import Trained  # noqa: E402
 from dlrover_core.errors import SpecError  # noqa: E402
-from dlrover_core.job.shards import LEASE, Terms  # noqa: E402
+from dlrover_core.job.shards import LEASE, MODEL_LEASE, Terms  # noqa: E402
 
 
 def sample(index: int) -> Any:
@@ -42,10 +43,23 @@ def dataset(**more: Any) -> ElasticDataset:
 
 
 class Line:
-    """An agent that hands out what it is given, and hears what was used."""
+    """An agent that hands out what it is given, and hears what was used. ``gone``: sessions that hold nothing any more."""
+
+    session = 5
 
     def __init__(self, *answers: Any) -> None:
         self.answers, self.used = list(answers), list[Span]()
+        self.claimed, self.gone = list[Span](), set[int]()
+        self.began: list[Any] = []
+
+    def claim(self, _dataset: str, span: Span, holder: int) -> bool:
+        """A batch of a loader process."""
+        self.claimed += [] if holder in self.gone else [span]
+        return holder not in self.gone
+
+    def restored(self, terms: Terms, of: int, step: int, spans: Ranges) -> None:
+        """Where a generation goes on."""
+        self.began.append((terms.assignment, of, step, tuple(spans)))
 
     def open(self, terms: Terms, shard: int) -> None:
         """A dataset is opened."""
@@ -71,7 +85,6 @@ def agent(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> Line:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"lineage": "model"}, 'lineage: "model" of dataset .eval.*not served yet. Give lineage="server"'),
         ({"assign": "rows"}, 'assign: \'rows\' of dataset .*give "cursor" or "lease"'),
         ({"lineage": "none"}, "lineage: 'none' of dataset"),
         ({"assign": "cursor"}, 'lineage: "server" of dataset .* goes with assign="lease" alone'),
@@ -233,3 +246,82 @@ def test_persistent_loader_processes_begin_anew(monkeypatch: pytest.MonkeyPatch)
     assert next(iter(data)).start == 0
     assert [one.start for one in data] == [0, 2]
     assert hung_up == ["eval"]
+
+
+# ---- with a model that is restored
+
+
+def of_model(**more: Any) -> ElasticDataset:
+    """The same, saved with a model."""
+    return dataset(lineage="model", **more)
+
+
+def test_what_is_trained_is_what_the_script_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch is this rank's as it is taken; it is in the model once the script calls step(), before a save."""
+    line = agent(monkeypatch, Span(4, 6), Span(6, 8), Wait("others have it"), None)
+    data = of_model()
+    assert data.terms == Terms("eval", 10, 0, "file", "size=10 seed=0 order=file", 1, 0, MODEL_LEASE)
+    ckpt = FlashCheckpoint("", model=torch.nn.Linear(1, 1), data=data)
+    leased = data.leased
+    assert leased is not None
+    with pytest.raises(
+        SpecError, match=r"lineage: \"model\" of .* FlashCheckpoint\(data=...\) and call restore\(\) before"
+    ):
+        next(iter(data))
+    ckpt._capture.data.leased.go_on((1, 3), b"")
+    assert line.began == [(MODEL_LEASE, 1, 3, ())]
+    leased.go_on((1, 3), Ranges([(0, 4)]), first=True)
+    batches = iter(data)
+    assert next(batches).tolist() == [4, 5]
+    assert line.used == [(4, 6)]
+    with pytest.raises(
+        SpecError, match=r"data.step\(\) was never called: call it on each rank after each optimizer step"
+    ):
+        _ = leased.trained
+    data.step()
+    assert next(batches).tolist() == [6, 7]
+    assert tuple(leased.trained.spans) == ((0, 6),)
+    data.step()
+    assert tuple(leased.trained.spans) == ((0, 8),)
+    with pytest.raises(SpecError, match="restore once, before the first batch"):
+        leased.go_on((1, 3), Ranges(), first=True)
+    assert list(batches) == []
+
+
+def test_a_rank_takes_what_its_loader_process_has_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that is gone it takes nothing: others have that. With pauses it hears that there is nothing now."""
+    line = agent(monkeypatch, Span(0, 4), Wait("others have it"), None)
+    data = of_model(shard=4)
+    leased = data.leased
+    assert leased is not None
+    leased.go_on((0, 0), Ranges(), first=False)
+    assert line.began == []
+    leased._counted = True
+    sent = list(leased.in_loader())
+    assert [(one.start, one.end, one.session) for one in sent] == [(0, 2, 5), (2, 4, 5), (0, 0, 0)]
+    sent[1] = sent[1]._replace(session=4)
+    line.gone.add(4)
+    got = list(data.over(sent, pauses=True))
+    assert [one if one is None else one.tolist() for one in got] == [[0, 1], None]
+    assert line.claimed == [(0, 2)]
+    data.step()
+    assert tuple(leased.trained.spans) == ((0, 2),)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (None, "does not say on which samples of dataset 'eval' it was trained"),
+        (
+            Trained("eval", "size=9 seed=0", Ranges()),
+            "'size=9 seed=0'.* give the same size, seed, order, source and epochs",
+        ),
+        (Trained("eval", "size=10 seed=0 order=file", Ranges([(0, 11)])), "up to position 10 over all epochs"),
+    ],
+)
+def test_another_checkpoint_is_refused(found: Trained | None, words: str) -> None:
+    """With what it was trained on, and what to do."""
+    leased = of_model().leased
+    assert leased is not None
+    with pytest.raises(SpecError, match=f"data: .*{words}"):
+        leased.accept(found)

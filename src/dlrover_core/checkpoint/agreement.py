@@ -11,7 +11,8 @@ disks of nodes is usable if each of them has all of it; what is on storage, by a
 
 Some ranks have objects of their own (random numbers, a sampler's position), which lie only in pieces of that very rank. In a
 world of the same shape a node needs such a piece for each of its ranks, else the state is unusable (`passed_over` says so). In a
-changed world the piece is read where there is one.
+changed world the piece is read where there is one. Of *joined* states the first node reads those that no node needs, too: what
+all ranks say together counts, so where one of them says nothing the state is unusable.
 
 What failed verification is handed in as *refused*, and the next best plan comes out; so a ladder is climbed down by asking again.
 """
@@ -115,12 +116,13 @@ def plan(
     stored: Collection[tuple[int, int]] = (),
     refused: Collection[Refusal] = (),
     own: Mapping[tuple[int, int], Collection[int]] = MappingProxyType({}),
+    joined: Collection[tuple[int, int]] = (),
 ) -> Plan | None:
     """The newest state that every node can get, from the fastest places; None: there is nothing.
 
     ``holders`` and ``own`` (the ranks that have objects of their own): by (layout, world) of pieces; pieces of others are of no
-    use. ``stored``: (generation, step) of what is whole on storage. Own node first; what is fetched is fetched from the node that
-    is asked for the fewest pieces so far.
+    use. ``joined``: forms of states of which the objects of all ranks are needed. ``stored``: (generation, step) of what is whole
+    on storage. Own node first; what is fetched is fetched from the node that is asked for the fewest pieces so far.
     """
     failed = frozenset(refused)
     found = _states(nodes, failed)
@@ -136,6 +138,8 @@ def plan(
             form = state.layout, state.world
             sets, owners = holders.get(form, ()), own.get(form, ())
             read = _read(nodes, state, sets, owners, found[state]) if sets else None
+            if read is not None and form in joined:
+                read = _with_all(nodes, read, owners, found[state])
             if read is not None:
                 reshard = _changed(nodes, state.world, found[state])
                 return Plan(*newest, MEMORY, state.layout, state.world, reshard, read)
@@ -289,6 +293,24 @@ def _read(
             take(usable)
         read.append(tuple(mine))
     return tuple(read)
+
+
+def _with_all(
+    nodes: Sequence[Node],
+    read: tuple[tuple[Source, ...], ...],
+    owners: Collection[int],
+    pieces: Sequence[tuple[int, Piece]],
+) -> tuple[tuple[Source, ...], ...] | None:
+    """Let the first node read what no node reads of the owners' pieces; None where a piece is nowhere."""
+    place = next((place for place, node in enumerate(nodes) if node.ranks), 0)
+    by_rank, more = _sources(pieces), list(read[place])
+    known = {source.rank for sources in read for source in sources}
+    for rank in sorted(set(owners) - known):
+        usable = _usable(nodes, place, by_rank.get(rank, ()))
+        if not usable:
+            return None
+        more.append(min(usable, key=functools.partial(_cost, place, frozenset(), more, {})))
+    return (*read[:place], tuple(more), *read[place + 1 :])
 
 
 def _cost(

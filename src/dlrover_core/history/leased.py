@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dlrover_core.history.phrases import duration, one_line
 from dlrover_core.history.render_ledger import named_samples, pace
 from dlrover_core.job.leases import KILO, Leased, Spans
-from dlrover_core.job.shards import LEASE
+from dlrover_core.job.shards import LEASE, MODEL_LEASE
 from dlrover_core.job.state import JobState
 from dlrover_core.words import count
 
@@ -44,13 +44,14 @@ class LeasedRow(NamedTuple):
     free:       samples that nobody holds; -1: without end
     nodes:      who holds what
     returns:    how often a lease was given back, or a dead worker's shards were handed out again
-    again:      samples that may have been used more than once
+    again:      samples that may have been used more than once; with "lease-model", that were trained again after
+                roll-backs, of those that the log knew
     repeated:   their positions over all epochs, as ranges with exclusive ends
     per_s:      samples a second since it was registered
     left_us:    time that the rest takes at that rate; -1: unknown, or without end
     known_at:   when the newest samples were acknowledged, microseconds; 0: none were
     finished:   all of it is used
-    assignment: "lease"
+    assignment: "lease"; "lease-model": what is used is what the model was trained on
     quarantined: indices of the samples that workers leave out, ascending
     """
 
@@ -106,6 +107,7 @@ def _row(group: str, one: Leased) -> LeasedRow:
     return LeasedRow(
         group, one.terms.name, one.terms.size, one.terms.epochs, used, held, free, nodes, one.returns, one.again,
         tuple((start, end) for start, end in one.repeated), per_s, 0 if one.finished else left_us, one.acked_at, one.finished,
+        one.terms.assignment,
     )  # fmt: skip
 
 
@@ -124,7 +126,9 @@ def lines(rows: tuple[LeasedRow, ...], *, over: bool = False) -> Iterator[str]:
             yield f"  and {len(one.nodes) - SHOWN} more nodes"
         if one.quarantined:
             yield f"  quarantined: {named_samples(one.quarantined)}"
-        if one.again:
+        if one.again and one.assignment == MODEL_LEASE:
+            yield f"  {_again(one)}"
+        elif one.again:
             ranges = ", ".join(f"{start} to {end}" for start, end in one.repeated[:SHOWN])
             more = f" and {len(one.repeated) - SHOWN} more ranges" if len(one.repeated) > SHOWN else ""
             yield f"  {count(one.again, 'sample')} may have been used twice: positions {ranges}{more}, ends exclusive"
@@ -134,8 +138,13 @@ def rows(every: tuple[LeasedRow, ...], *, over: bool = False) -> Iterator[str]:
     """One line for each dataset, for a report. ``over``: as of `lines`."""
     for one in every:
         quarantined = f", quarantined: {named_samples(one.quarantined)}" if one.quarantined else ""
-        again = f", {count(one.again, 'sample')} may have been used twice" if one.again else ""
+        again = f", {_again(one)}" if one.again else ""
         yield f"{row(one)}{pace(one.per_s, 0 if over else one.left_us)}{again}{quarantined}"
+
+
+def _again(one: LeasedRow) -> str:
+    became = "trained again after roll-backs" if one.assignment == MODEL_LEASE else "may have been used twice"
+    return f"{count(one.again, 'sample')} {became}"
 
 
 def row(one: LeasedRow) -> str:
@@ -143,4 +152,5 @@ def row(one: LeasedRow) -> str:
     of = f" of {one.size * one.epochs:,}" if one.epochs else ""
     held = f", {one.held:,} held by {count(len(one.nodes), 'node')}" if one.held else ""
     returned = f", {count(one.returns, 'return')}" if one.returns else ""
-    return f"{one.group}: {one_line(one.dataset, 80)}: {one.used:,}{of} samples used{held}{returned} (lease)"
+    what = "samples in the model" if one.assignment == MODEL_LEASE else "samples used"
+    return f"{one.group}: {one_line(one.dataset, 80)}: {one.used:,}{of} {what}{held}{returned} ({one.assignment})"

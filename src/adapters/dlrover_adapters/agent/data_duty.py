@@ -16,9 +16,17 @@ from typing import Protocol
 import structlog
 
 from dlrover_core.data.ranges import Ranges, Span
-from dlrover_core.job.leases import SPANS_MAX, Leases, LeaseTold, ReportAcked, ReportRepeated, ReturnLease
+from dlrover_core.job.leases import (
+    SPANS_MAX,
+    Leases,
+    LeaseTold,
+    ReportAcked,
+    ReportRepeated,
+    RestoreLeases,
+    ReturnLease,
+)
 from dlrover_core.job.orders import Order
-from dlrover_core.job.shards import DATASETS_MAX, LEASE, RegisterDataset, Terms
+from dlrover_core.job.shards import DATASETS_MAX, LEASES, MODEL_LEASE, RegisterDataset, Terms
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkersGone
 from dlrover_core.runtime.leasing import LeaseBeat
@@ -67,6 +75,15 @@ class Registering:
     refused: str = ""
 
 
+@dataclass(slots=True)
+class Restoring:
+    """A dataset of which rank 0, here, has said where it goes on. Fields as of `Registering`."""
+
+    command: RestoreLeases
+    due_s: float = math.inf
+    refused: str = ""
+
+
 class DataDuty:
     """Of one agent. ``say`` tells people at once what workers wait for."""
 
@@ -78,7 +95,7 @@ class DataDuty:
         self._terms: dict[str, Terms] = {}
         self._told: dict[str, LeaseTold] = {}
         self._registering: dict[str, Registering] = {}
-        self._drawn: dict[tuple[int, str], int] = {}
+        self._restoring: dict[str, Restoring] = {}
         self._said: LeaseBeat = LeaseBeat()
         self._said_at = self._heard_at = 0.0
         self._beats = 0
@@ -91,6 +108,9 @@ class DataDuty:
         for told in order.part(Leases).known:
             self._told[told.name] = told
             self._registering.pop(told.name, None)
+            one = self._restoring.get(told.name)
+            if one is not None and told.generation >= one.command.generation:
+                del self._restoring[told.name]
             self._lease(told.name).told(told)
         if self._launcher.data is not None:
             self._launcher.data.serve()
@@ -109,11 +129,21 @@ class DataDuty:
 
     def opened(self, session: Session, terms: Terms, shard: int) -> None:
         """As `data_socket.Counter` has it; the others below, too."""
+        self._know(session, terms)
+        lease = self._lease(terms.name)
+        lease.sessions.add(session.number)
+        lease.shard = max(lease.shard, shard)
+        self._quiet.clear()
+        self._wake.set()
+
+    def _know(self, session: Session, terms: Terms) -> Desk:
+        """Register a dataset that no order has told of. Raises `Refused` for another one of its name."""
         desk, told, asked = self._desk, self._told.get(terms.name), self._registering.get(terms.name)
         if desk is None:
             raise Refused("this agent has not joined its job yet: try again")
-        if terms.assignment != LEASE:
-            raise Refused(f"assignment: {terms.assignment!r} of dataset {terms.name!r}: only {LEASE!r} is drawn here")
+        if terms.assignment not in LEASES:
+            words = " or ".join(map(repr, LEASES))
+            raise Refused(f"assignment: {terms.assignment!r} of dataset {terms.name!r}: only {words} is drawn here")
         if asked is not None and asked.refused:
             if (asked.terms, asked.generation) == (terms, session.generation):
                 raise Refused(asked.refused)
@@ -127,11 +157,27 @@ class DataDuty:
             asked = self._registering[terms.name] = Registering(terms, session.generation)
             self._register(desk, asked)
         self._terms[terms.name] = terms
-        lease = self._lease(terms.name)
-        lease.sessions.add(session.number)
-        lease.shard = max(lease.shard, shard)
-        self._quiet.clear()
+        return desk
+
+    def restored(self, session: Session, terms: Terms, state: tuple[int, int], spans: bytes) -> None:
+        """Tell the leader, after the dataset itself; again after a while if no order shows it, unless it is refused."""
+        desk = self._know(session, terms)
+        if terms.assignment != MODEL_LEASE:
+            raise Refused(f'lineage: "server" of dataset {terms.name!r}: it is not restored with a model')
+        command = RestoreLeases(desk.node, session.generation, terms.name, *state, spans)
+        one = self._restoring[terms.name] = Restoring(command)
+        self._restore(desk, one)
         self._wake.set()
+
+    def _restore(self, desk: Desk, one: Restoring) -> None:
+        loop = asyncio.get_running_loop()
+
+        def answered(refused: str) -> None:
+            one.due_s, one.refused = loop.time() + REGISTER_EVERY_S, refused
+            if refused:
+                log.error("what a model was trained on is refused", dataset=one.command.dataset, reason=refused)
+
+        one.due_s = math.inf if desk.send(one.command, answered) else loop.time() + REGISTER_EVERY_S
 
     def _register(self, desk: Desk, one: Registering) -> None:
         """Tell the leader; again after a while if no order shows it, unless it is refused."""
@@ -150,8 +196,8 @@ class DataDuty:
 
     @staticmethod
     def _check_same(known: Terms, terms: Terms) -> None:
-        if not (known.same(terms) and known.epochs == terms.epochs):
-            had, has = (f"{one}, epochs {one.epochs}" for one in (known, terms))
+        if known != terms:
+            had, has = (f"{one}, {one.assignment}, epochs {one.epochs}" for one in (known, terms))
             raise Refused(
                 f"dataset {terms.name!r}: the job has it with {had}; this one has {has}: give it another name"
             )
@@ -166,6 +212,8 @@ class DataDuty:
             raise Refused(f"dataset {dataset!r}: this node leaves the job")
         if told := self._told.get(dataset):
             self._check_same(told.terms, self._terms[dataset])
+        if not lease.serves(session.generation):
+            return Drawn()
         if lease.finished:
             return Drawn(ended=True)
         if lease.full(session.number, SHARDS_MAX):
@@ -177,16 +225,26 @@ class DataDuty:
             self._wake.set()
         return Drawn(span)
 
-    def acked(self, dataset: str, spans: Sequence[Span]) -> None:
+    def acked(self, session: Session, dataset: str, spans: Sequence[Span]) -> None:
         """These were used."""
         lease = self._leases.get(dataset)
-        if lease is None:
+        if lease is None or not lease.serves(session.generation):
             return
         now = asyncio.get_running_loop().time()
         for span in spans:
             lease.ack(span, now)
         if not lease.left:
             self._wake.set()  # these may be the last ones of all
+
+    def claim(self, session: Session, dataset: str, span: Span, holder: int) -> bool:
+        """As `NodeLeases.claim`."""
+        lease = self._leases.get(dataset)
+        if lease is None or not lease.serves(session.generation):
+            return False
+        taken = lease.claim(span, holder, asyncio.get_running_loop().time())
+        if not lease.left:
+            self._wake.set()
+        return taken
 
     def why(self, dataset: str) -> str:
         """Why there is nothing now."""
@@ -202,13 +260,19 @@ class DataDuty:
                     "the job's master is of an older release, which knows no leases: update dlrover-core where it runs"
                 )
             return "the job's master has not registered the dataset yet"
+        if self._told[dataset].assignment == MODEL_LEASE and not self._told[dataset].generation:
+            refused = (one := self._restoring.get(dataset)) is not None and one.refused
+            return (
+                refused
+                or "rank 0 has not said yet from which state this generation goes on: call FlashCheckpoint.restore()"
+            )
         return "other workers have the rest, and have not used it yet"
 
     def gone(self, session: Session, why: str) -> None:
         """What it had in hand is handed out again, and told: it may have been used."""
         for name, lease in self._leases.items():
             had = lease.gone(session.number)
-            if had:
+            if had and not lease.of_model:
                 log.warning("samples may be used again", dataset=name, samples=had.count, rank=session.rank, reason=why)
                 self._report(name, had, f"rank {session.rank}: {why}")
         if self._launcher.data is not None:
@@ -253,6 +317,9 @@ class DataDuty:
         for one in self._registering.values():
             if now >= one.due_s and not one.refused:
                 self._register(desk, one)
+        for restoring in self._restoring.values():
+            if now >= restoring.due_s and not restoring.refused:
+                self._restore(desk, restoring)
         asks = tuple(
             lease.ask(now, waiting=name in waiting)
             for name, lease in self._leases.items()
@@ -286,7 +353,7 @@ class DataDuty:
         for name, lease in self._leases.items():
             for acked in _messages(lease.acked):
                 self._desk.send(ReportAcked(self._desk.node, name, acked))
-            if lease.in_hands:  # its worker survives SIGKILL
+            if lease.in_hands and not lease.of_model:  # its worker survives SIGKILL
                 self._report(name, lease.in_hands, "the node's agent leaves, and a worker still runs")
             if not lease.finished:  # a grant may be on its way to a node that holds nothing
                 self._desk.send(ReturnLease(self._desk.node, name))

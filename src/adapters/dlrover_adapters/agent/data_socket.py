@@ -27,7 +27,7 @@ from . import wire
 from .packet_server import Nonsense, PacketServer
 
 NAME = "data.sock"
-PACKET_BYTES_MAX = 64 * 1024
+PACKET_BYTES_MAX = 80 * 1024
 CONNECTIONS_MAX = 2048
 WAIT_S_MAX = 30.0
 SHARD_MAX = 2**31
@@ -68,8 +68,17 @@ class Counter(Protocol):
     def draw(self, session: Session, dataset: str, most: int) -> Drawn:
         """Hand a shard out. Raises `Refused`."""
 
-    def acked(self, dataset: str, spans: Sequence[Span]) -> None:
+    def acked(self, session: Session, dataset: str, spans: Sequence[Span]) -> None:
         """These positions were used, whoever of the node says so."""
+
+    def claim(self, session: Session, dataset: str, span: Span, holder: int) -> bool:
+        """Its rank takes what the session of number ``holder`` has in hand; False: that one has it no more."""
+
+    def restored(self, session: Session, terms: Terms, state: tuple[int, int], spans: bytes) -> None:
+        """The session's generation has resumed from a state, generation and step, that was trained on ``spans``, packed.
+
+        Raises `Refused`.
+        """
 
     def why(self, dataset: str) -> str:
         """Why there is nothing to draw now."""
@@ -139,7 +148,11 @@ class DataSocket(PacketServer[Session]):
             if op == "draw" and session is not None:
                 self._draw(line, session, body)
             elif op == "acked" and session is not None:
-                self._acked(body)
+                self._acked(session, body)
+            elif op == "claim" and session is not None:
+                self._claim(line, session, body)
+            elif op == "restored" and session is not None:
+                self._restored(line, session, body)
             elif op == "open" and session is not None:
                 self._opened(line, session, body)
             elif op == "hello" and session is None:
@@ -163,7 +176,8 @@ class DataSocket(PacketServer[Session]):
             )
         self._numbers += 1
         self._open[line] = Session(self._numbers, launch.generation, rank, local_rank, pid)
-        self._send(line, _number(body), {"node": launch.node, "generation": launch.generation})
+        answer = {"node": launch.node, "generation": launch.generation, "session": self._numbers}
+        self._send(line, _number(body), answer)
 
     def _opened(self, line: socket.socket, session: Session, body: dict[str, Any]) -> None:
         terms, shard = body.get("terms"), _int(body, "shard")
@@ -172,13 +186,27 @@ class DataSocket(PacketServer[Session]):
         self._counter().opened(session, checked(Terms, tuple(terms)), shard)
         self._send(line, _number(body), {})
 
-    def _acked(self, body: dict[str, Any]) -> None:
+    def _acked(self, session: Session, body: dict[str, Any]) -> None:
         spans = list(_spans(body.get("spans", [])))
         if spans:
-            self._counter().acked(_text(body, "dataset"), spans)
+            self._counter().acked(session, _text(body, "dataset"), spans)
+
+    def _claim(self, line: socket.socket, session: Session, body: dict[str, Any]) -> None:
+        spans = list(_spans(body.get("span")))
+        if len(spans) != 1:
+            raise Nonsense
+        taken = self._counter().claim(session, _text(body, "dataset"), spans[0], _int(body, "holder"))
+        self._send(line, _number(body), {"taken": taken})
+
+    def _restored(self, line: socket.socket, session: Session, body: dict[str, Any]) -> None:
+        terms, spans, state = body.get("terms"), body.get("spans"), (_int(body, "of"), _int(body, "step"))
+        if not isinstance(terms, list) or not isinstance(spans, bytes):
+            raise Nonsense
+        self._counter().restored(session, checked(Terms, tuple(terms)), state, spans)
+        self._send(line, _number(body), {})
 
     def _draw(self, line: socket.socket, session: Session, body: dict[str, Any]) -> None:
-        self._acked(body)
+        self._acked(session, body)
         dataset, most, within_s = _text(body, "dataset"), _int(body, "most"), body.get("within_s", 1.0)
         if not 0 < most <= SHARD_MAX or not isinstance(within_s, (int, float)) or not 0 <= within_s <= WAIT_S_MAX:
             raise Nonsense

@@ -34,7 +34,7 @@ from dlrover_core.errors import CoreError, SpecError
 from dlrover_core.job.shards import LEASE, NUMBER_MAX, SEED_MASK, Terms
 
 SOCKET_VARIABLE, PATH_NAME = "DLROVER_AGENT_SOCKET", "data.sock"
-PACKET_BYTES_MAX = 64 * 1024
+PACKET_BYTES_MAX = 80 * 1024
 WAIT_S = 1.0
 """A wait is made of parts of this length."""
 ANSWER_S = 60.0
@@ -81,7 +81,8 @@ class LeaseLine:
             self._line.close()
             raise DataGone(f"no agent hands out samples at {path}: {error}") from error
         try:
-            self._ask({"op": "hello", "rank": rank, "local_rank": local_rank, "pid": self.pid})
+            answer = self._ask({"op": "hello", "rank": rank, "local_rank": local_rank, "pid": self.pid})
+            self.session = int(answer.get("session", 0))
         except BaseException:
             self._line.close()
             raise
@@ -134,6 +135,18 @@ class LeaseLine:
                     self._line.send(_packed(packet))
                 except OSError as error:
                     raise DataGone(f"the agent, which hands out samples, is gone: {error}") from error
+
+    def claim(self, dataset: str, span: Span, holder: int) -> bool:
+        """Take what the session ``holder`` has drawn; False: it has it no more, so others use it. Raises `DataGone`."""
+        answer = self._ask({"op": "claim", "dataset": dataset, "span": list(span), "holder": holder})
+        return answer.get("taken") is True
+
+    def restored(self, terms: Terms, of: int, step: int, spans: Ranges) -> None:
+        """This generation goes on from ``step`` of generation ``of``, whose model was trained on ``spans``.
+
+        Raises `SpecError` where the job has another dataset of that name, `DataGone`.
+        """
+        self._ask({"op": "restored", "terms": list(terms), "of": of, "step": step, "spans": spans.pack()})
 
     def close(self) -> None:
         """Hang up: what was drawn and not acknowledged goes to others. Idempotent."""
@@ -230,6 +243,7 @@ class LeasedIndices:
     ``name``: of the dataset, its own in the job. ``size``: samples of an epoch. ``epochs``: 0: without end. ``seed``, ``order``,
     ``chunk``, ``window``: the order of an epoch, as of `ElasticDataset`. ``shard``: samples that are drawn at a time, at
     most: what a dead worker may have used twice. ``fingerprint``: what the source's content is told by.
+    ``assignment``: "lease-model" is for `ElasticDataset`, which saves with the model what was trained.
 
     Raises `SpecError` for what cannot be right, and where no agent of ours runs this process.
     """
@@ -246,6 +260,7 @@ class LeasedIndices:
         window: int = WINDOW,
         shard: int = 1,
         fingerprint: str = "",
+        assignment: str = LEASE,
     ) -> None:
         for field, value, least in (("size", size, 1), ("epochs", epochs, 0), ("shard", shard, 1)):
             _check(name, field, value, least)
@@ -254,7 +269,7 @@ class LeasedIndices:
                 raise SpecError(field, f"{text!r}: give a text of {least} to {NAME_CHARS_MAX} characters")
         if size * epochs > POSITION_MAX:
             raise SpecError("epochs", f"{epochs} of {size} samples are more than 2**62 positions: give fewer")
-        self.terms = Terms(name, size, seed & SEED_MASK, order, fingerprint, epochs, 0, LEASE)
+        self.terms = Terms(name, size, seed & SEED_MASK, order, fingerprint, epochs, 0, assignment)
         self.shard, self._seed, self._read = shard, seed, (chunk, window)
         self._order = order_of(size, seed, 0, chunk=chunk, window=window, order=order)
         self._used: list[Span] = []
@@ -264,8 +279,7 @@ class LeasedIndices:
 
     def draw(self, within_s: float = WAIT_S) -> Shard | Wait | None:
         """The next shard; `Wait`: there is none now; None: all of the data were used. Shards before it count only by `used`."""
-        line = line_of_process(self.terms.name)
-        line.open(self.terms, self.shard)
+        line = self._line()
         with self._saying:
             # Whatever is interrupted here is drawn again: no shard stays with a process that does not know of it.
             if self._left:
@@ -286,6 +300,26 @@ class LeasedIndices:
         """These positions were used; it is said with the next draw, or by `done`."""
         self._used.append(span)
 
+    def claim(self, span: Span, holder: int) -> bool:
+        """Take what a loader process has drawn; False: it is gone, and others use it."""
+        return self._line().claim(self.terms.name, span, holder)
+
+    @property
+    def session(self) -> int:
+        """The number by which the agent knows this process."""
+        return self._line().session
+
+    def restored(self, of: int, step: int, spans: Ranges | None) -> None:
+        """Where this generation goes on, as of `LeaseLine.restored`, said by rank 0; None: another rank says so."""
+        line = line_of_process(self.terms.name)
+        if spans is not None:
+            line.restored(self.terms, of, step, spans)
+
+    def _line(self) -> LeaseLine:
+        line = line_of_process(self.terms.name)
+        line.open(self.terms, self.shard)
+        return line
+
     def put_back(self, span: Span) -> None:
         """These positions of a shard were not used; the next draw here gets them."""
         if span.start < span.end:
@@ -303,9 +337,7 @@ class LeasedIndices:
         with self._saying:
             used = tuple(self._used)
             if used:
-                line = line_of_process(self.terms.name)
-                line.open(self.terms, self.shard)
-                line.acked(self.terms.name, tuple(Ranges(used)))
+                self._line().acked(self.terms.name, tuple(Ranges(used)))
                 del self._used[: len(used)]
 
     def __iter__(self) -> Iterator[Shard]:

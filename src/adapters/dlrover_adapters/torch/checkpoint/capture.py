@@ -126,7 +126,7 @@ class Capture:
             self._sources.append(StatefulSource(mine, one, large=True))
         if state is not None:
             self._sources.append(StateSource(("state",), state))
-        self.data = DataSource(named("data", data))
+        self.data = DataSource(named("data", data), rank)
         self._sources += [self.data, GeneratorSource(rank), ClassSource({**self.models, **self.optimizers})]
         self._chunks: list[Chunk] | None = None
         self._watched: list[tuple[Any, Any, Any, torch.Tensor, int]] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import msgpack
 
@@ -17,10 +17,12 @@ from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.checkpoint.reader import StepReader
 from dlrover_core.checkpoint import agreement
 from dlrover_core.checkpoint.agreement import DISK, MEMORY, STORAGE, Holders, Node, Piece, Plan, Refusal, Source
-from dlrover_core.errors import CoreError
+from dlrover_core.data.trained import RanksMissing
+from dlrover_core.errors import CoreError, SpecError
 from dlrover_core.words import first_few
 
 from .positions import conflict
+from .trained import Words, together
 
 log = logging.getLogger("dlrover.torch")
 
@@ -41,7 +43,8 @@ class Told(NamedTuple):
 
     ``holders``: by (layout, world). ``fell``: what of its memory could not be read, in words. ``lenders``: nodes that have left
     the world and wait with their memory (address, first rank, how many), with the state (generation, step) that is ``lent``.
-    ``own``: the ranks that have objects of their own, by (layout, world).
+    ``own``: the ranks that have objects of their own, by (layout, world). ``joined``: of these forms, those whose states are
+    only known where the objects of all ranks are read.
     """
 
     rank: int
@@ -55,6 +58,7 @@ class Told(NamedTuple):
     lent: tuple[int, int] = (0, -1)
     lenders: tuple[tuple[str, int, int], ...] = ()
     own: tuple[tuple[tuple[int, int], tuple[int, ...]], ...] = ()
+    joined: tuple[tuple[int, int], ...] = ()
 
     def packed(self) -> bytes:
         """For rank 0."""
@@ -71,13 +75,14 @@ class Verdict(NamedTuple):
     """What one rank makes of a plan: ``bad`` pieces by old rank (-1: all that it reads), each with a reason.
 
     ``fatal``: it cannot go on with any plan. ``torn``: its tensors have been written to. ``cuts``: the positions in the data that
-    the pieces have, packed, each with old ranks that have it.
+    the pieces have, packed, each with old ranks that have it. ``trained``: what old ranks were trained on, as `Words`.
     """
 
     bad: tuple[tuple[int, str], ...] = ()
     fatal: str = ""
     torn: bool = False
     cuts: tuple[tuple[bytes, tuple[int, ...]], ...] = ()
+    trained: tuple[Any, ...] = Words()
 
     def packed(self) -> bytes:
         """For rank 0."""
@@ -85,7 +90,10 @@ class Verdict(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What all ranks do next. ``places``: of each rank its node's index; ``addresses`` by node."""
+    """What all ranks do next. ``places``: of each rank its node's index; ``addresses`` by node.
+
+    ``trained``: what the state was trained on by leases, packed by `dlrover_core.data.trained`; empty: nothing.
+    """
 
     what: str
     plan: Plan | None = None
@@ -93,6 +101,7 @@ class Order(NamedTuple):
     addresses: tuple[str, ...] = ()
     fell: tuple[tuple[str, str], ...] = ()
     why: str = ""
+    trained: bytes = b""
 
     def packed(self) -> bytes:
         """For all."""
@@ -120,6 +129,7 @@ class Judge:
         self._nodes: list[Node] = []
         self._names: list[str] = []
         self._own: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._joined: set[tuple[int, int]] = set()
         self._places: tuple[int, ...] = ()
         self._holders: dict[tuple[int, int], Holders] = {}
         self._committed = -1
@@ -143,6 +153,7 @@ class Judge:
         for one in ranks:
             self._holders.update(one.holders)
             self._own.update(one.own)
+            self._joined.update(one.joined)
             for tier, why in one.fell:
                 self._fall(tier, why)
         self._committed = max(one.committed for one in ranks)
@@ -167,7 +178,16 @@ class Judge:
             why = conflict(plan.step, (one.cuts for one in verdicts))
             if why:
                 return Order(FAIL, why=why).packed()
-            return self._order(APPLY)
+            try:
+                trained = together(Words(*one.trained) for one in verdicts)
+            except RanksMissing as missing:
+                for place in range(len(plan.sources) or 1):
+                    self._refused.update(agreement.refusals(plan, place, -1))
+                self._fall(plan.tier, f"step {plan.step} of generation {plan.generation}: {missing}")
+                return self._next()
+            except SpecError as error:
+                return Order(FAIL, why=f"step {plan.step}: {error}").packed()
+            return self._order(APPLY, trained)
         for rank, verdict in enumerate(verdicts):
             place = self._places[rank]
             for old, why in verdict.bad:
@@ -226,9 +246,10 @@ class Judge:
         """The best plan; storage is only listed where it may have something newer, or is all that is left."""
         if self._step is not None:
             return agreement.plan([], {}, self._listed(), self._refused)
-        plan = agreement.plan(self._nodes, self._holders, self._stored or (), self._refused, self._own)
+        own = self._own, self._joined
+        plan = agreement.plan(self._nodes, self._holders, self._stored or (), self._refused, *own)
         if self._stored is None and (plan is None or plan.step < self._committed):
-            plan = agreement.plan(self._nodes, self._holders, self._listed(), self._refused, self._own)
+            plan = agreement.plan(self._nodes, self._holders, self._listed(), self._refused, *own)
         for lack in agreement.passed_over(self._nodes, self._holders, self._refused, self._own, plan):
             self._fall(MEMORY, _lacks(lack, self._names))
         return plan
@@ -257,11 +278,11 @@ class Judge:
             return plan.tier
         return PEER if any(one.rank == old and one.node != place for one in plan.sources[place]) else plan.tier
 
-    def _order(self, what: str) -> bytes:
+    def _order(self, what: str, trained: bytes = b"") -> bytes:
         plan = self._plan
         assert plan is not None
         addresses = tuple(node.address for node in self._nodes)
-        return Order(what, plan, self._places, addresses, tuple(self._fell)).packed()
+        return Order(what, plan, self._places, addresses, tuple(self._fell), trained=trained).packed()
 
 
 def _lacks(lack: agreement.Lack, names: list[str]) -> str:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from dlrover_core.words import first_few
+
 from .ladder import RestoreFailed
 
 
@@ -38,6 +40,19 @@ def opened(
                     ) from error
                 found[name] = torch.load(io.BytesIO(raw), map_location=to, weights_only=False)
     return found
+
+
+def newcomers(names: frozenset[str], world: int) -> tuple[str, ...]:
+    """What ranks begin with for which nothing was saved, in words; nothing where each has its own."""
+    new = [rank for rank in range(world) if f"rank.{rank}.rng" not in names]
+    if not new or not any(one.startswith("rank.") for one in names):
+        return ()
+    told = first_few(new)
+    extra = any(one == "extra" or one.startswith("extra.") for one in names)
+    also = ", and with rank 0's extra" if extra else ""
+    return (
+        f"nothing was saved for rank {told} in a world of another shape: it begins with fresh random numbers{also}",
+    )
 
 
 def rewritten(name: str, raw: bytes, *, where: str) -> bytes:

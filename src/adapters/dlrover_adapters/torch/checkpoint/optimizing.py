@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -266,6 +266,21 @@ class OptimizerSource:
     def roots(self) -> tuple[str, ...]:
         """One."""
         return (name_of(self._path),)
+
+
+def optimizer_states(optimizers: Iterable[Any]) -> list[tuple[Any, dict[Any, Any]]]:
+    """What optimizers have before room is made in them."""
+    return [
+        (one, {key: dict(value) if isinstance(value, dict) else value for key, value in one.state.items()})
+        for one in optimizers
+    ]
+
+
+def put_back(before: Iterable[tuple[Any, dict[Any, Any]]]) -> None:
+    """Room that was made and not filled is no state."""
+    for optimizer, state in before:
+        optimizer.state.clear()
+        optimizer.state.update(state)
 
 
 def _tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:

@@ -17,6 +17,7 @@ from dlrover_core.words import first_few
 
 from .nested import Path, name_of
 from .sources import Found, Shapes
+from .trained import LeasedData, path_of
 from .vault import Vault, VaultRefused
 
 CUTS_MAX, RANKS_MAX = 8, 8
@@ -76,8 +77,11 @@ class Committing(Protocol):
 class DataSource:
     """The datasets of a script, by path. Its only object is the cut, and that goes ways of its own."""
 
-    def __init__(self, given: Mapping[Path, Any]) -> None:
+    def __init__(self, given: Mapping[Path, Any], rank: int = 0) -> None:
         """Raises `SpecError` for what is no dataset of ours."""
+        self.leased = LeasedData([one for each in given.values() if (one := getattr(each, "leased", None))], rank)
+        self._own_root = name_of(path_of(rank))
+        given = {path: one for path, one in given.items() if not getattr(one, "leased", None)}
         for path, one in given.items():
             if not isinstance(one, Positioned):
                 raise SpecError(
@@ -117,6 +121,7 @@ class DataSource:
 
     def forms(self) -> Iterator[tuple[str, str]]:
         """What has to be the same on all ranks, in words."""
+        yield from self.leased.forms()
         for one in self._datasets:
             yield from ((f"data.{place.dataset}", str(tuple(place))) for place in _places(one))
 
@@ -183,8 +188,8 @@ class DataSource:
         return ()
 
     def objects(self) -> Iterator[tuple[Path, Any]]:
-        """None that are pickled."""
-        return iter(())
+        """Of leased datasets; a cut is not pickled."""
+        return self.leased.objects()
 
     def make_room(self, shapes: Shapes) -> None:
         """None is needed."""
@@ -205,8 +210,8 @@ class DataSource:
         return iter(())
 
     def roots(self) -> tuple[str, ...]:
-        """One, where there are datasets."""
-        return (CUT,) if self._datasets else ()
+        """One for each kind of datasets that there is."""
+        return (*([CUT] if self._datasets else []), *([self._own_root] if self.leased else []))
 
 
 def _forget_oldest(places: dict[int, Mapping[str, Place]], most: int) -> None:

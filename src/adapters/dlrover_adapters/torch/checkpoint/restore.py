@@ -36,15 +36,16 @@ from dlrover_adapters.checkpoint.table import CUT, Table
 from dlrover_core.checkpoint.agreement import DISK, MEMORY, OBJECTS, STORAGE, Piece, Plan, Source
 from dlrover_core.checkpoint.arena import ArenaBroken, Control
 from dlrover_core.errors import CoreError, SpecError
-from dlrover_core.words import first_few
 
 from . import filling
 from .capture import Target
 from .filling import Held, Need, Uncovered
 from .ladder import APPLY, FAIL, NOTHING, NOWHERE, PEER, TRY, Judge, Order, RestoreFailed, Told, Verdict, states_of
 from .meeting import Meeting
-from .opening import opened
+from .opening import newcomers, opened
+from .optimizing import optimizer_states, put_back
 from .positions import Gathered, consumed
+from .trained import ReadWords, Words, go_on, is_joined, rank_in
 from .vault import Inventory, VaultGone
 
 log = logging.getLogger("dlrover.torch")
@@ -136,7 +137,7 @@ def restore(
     judge = Judge(place, run, step, int(getattr(told, "generation", 0)))
     mine = _told(meeting, node, inventory, line, fell, disk, run)
     order = Order.unpacked(meeting.decide("restore", mine.packed(), judge.first))
-    before = _optimizer_states(capture)
+    before = optimizer_states(getattr(capture, "optimizers", {}).values())
     torn = False
     while order.what == TRY:
         with contextlib.ExitStack() as held:
@@ -149,11 +150,13 @@ def restore(
                 raise attempt.error  # this rank's own: that its tensors are others than were saved, for one
             if order.what == APPLY:
                 attempt.apply()
+                go_on(capture, (max(0, attempt.plan.generation), attempt.plan.step), order.trained)
                 return _done(line, meeting, attempt, began, order.fell)
     if order.what == FAIL:
         raise RestoreFailed(order.why)
     assert order.what == NOTHING, order
-    _put_back(before)
+    put_back(before)
+    go_on(capture, (0, 0), b"")
     return _nothing(line, meeting, began, order, consumed(capture))
 
 
@@ -187,22 +190,6 @@ def _nothing(line: Line | None, meeting: Meeting, began: float, order: Order, cu
     return found
 
 
-def _optimizer_states(capture: Captured) -> list[tuple[Any, dict[Any, Any]]]:
-    """What optimizers have before room is made in them."""
-    optimizers = getattr(capture, "optimizers", {}).values()
-    return [
-        (one, {key: dict(value) if isinstance(value, dict) else value for key, value in one.state.items()})
-        for one in optimizers
-    ]
-
-
-def _put_back(before: list[tuple[Any, dict[Any, Any]]]) -> None:
-    """Room that was made and not filled is no state."""
-    for optimizer, state in before:
-        optimizer.state.clear()
-        optimizer.state.update(state)
-
-
 # ---- inventories
 
 
@@ -229,6 +216,7 @@ def _told(
     if line is None or meeting.local_rank:
         return told
     pieces, holders, own, trouble = [], {}, {}, list(fell)
+    joined = set()
     for number in sorted({one.id for one in inventory.holdings}):
         theirs = [one for one in inventory.holdings if one.id == number]
         try:
@@ -238,6 +226,8 @@ def _told(
             continue
         of = theirs[0].layout, theirs[0].world
         holders[of], own[of] = table.holders, table.own
+        if is_joined(table.objects):
+            joined.add(of)
         pieces += [
             Piece(
                 OBJECTS if table.elsewhere else one.kind,
@@ -249,7 +239,10 @@ def _told(
         try:
             piece, table = _described(line, lent, lenders[0])
             pieces.append(piece)
-            holders[piece.layout, piece.world], own[piece.layout, piece.world] = table.holders, table.own
+            of = piece.layout, piece.world
+            holders[of], own[of] = table.holders, table.own
+            if is_joined(table.objects):
+                joined.add(of)
         except _UNUSABLE as error:
             trouble.append((PEER, f"the nodes that left do not lend their states: {error}"))
     states: list[tuple[int, int]] = []
@@ -266,6 +259,7 @@ def _told(
         lent=lent,
         lenders=lenders,
         own=tuple(own.items()),
+        joined=tuple(sorted(joined)),
     )
 
 
@@ -345,6 +339,7 @@ class _Attempt:
         self._pieces: dict[int, Held] = {}
         self._objects: dict[str, bytes] = {}
         self._cuts = Gathered()
+        self._trained = ReadWords(capture)
         self._loaded: dict[str, Any] = {}
         self.notes: tuple[str, ...] = ()
         self._fills: list[tuple[Need, filling.Piece]] = []
@@ -360,7 +355,7 @@ class _Attempt:
             bad.append((-1, str(error)))
         except Exception as error:  # noqa: BLE001  # the others wait for us: it is raised when they know
             return self._fatal(error)
-        return Verdict(tuple(bad), cuts=self._told_cuts())
+        return Verdict(tuple(bad), cuts=self._told_cuts(), trained=self._told_words())
 
     def _fatal(self, error: Exception, *, torn: bool = False) -> Verdict:
         self.error = error
@@ -374,6 +369,14 @@ class _Attempt:
     def _told_cuts(self) -> tuple[tuple[bytes, tuple[int, ...]], ...]:
         """For rank 0 to compare, where anybody here goes on from a position."""
         return self._cuts.told() if consumed(self.capture) else ()
+
+    def _told_words(self) -> Words:
+        """For rank 0 to join: of what several ranks have read, one tells."""
+        return (
+            self._trained.words
+            if not (self._meeting.local_rank if self.plan.sources else self._meeting.rank)
+            else Words()
+        )
 
     def apply(self) -> None:
         """Everybody's is good: into the tensors, then what is no tensor."""
@@ -393,6 +396,7 @@ class _Attempt:
         lacking = lacks(self._objects) if lacks is not None and any(one.startswith("rank.") for one in names) else ""
         if alike and lacking:
             raise Uncovered(f"{lacking} of rank {self._meeting.rank} is not in it: it would go on with another rank's")
+        self._trained.take(self._objects, lambda raw: opened(raw, trusted=trusted))
         self._loaded = opened(self._objects, trusted=trusted)
         if self._conflicts:
             return
@@ -400,7 +404,8 @@ class _Attempt:
             self._loaded[CUT] = self._cuts.cut
         examine = getattr(self.capture, "examine", None)
         notes = examine(self._loaded) if examine is not None else ()
-        self.notes = notes if alike else (*notes, *_newcomers(names, self._meeting.world))
+        notes = (*notes, *self._trained.accepted())
+        self.notes = notes if alike else (*notes, *newcomers(names, self._meeting.world))
 
     # ---- from memory
 
@@ -446,6 +451,7 @@ class _Attempt:
         if not bad:
             names = frozenset(name for table in tables.values() for name in table.objects)
             self._examine(names, alike=not self.plan.reshard, trusted=True)
+            self._trained.world = self.plan.world
             self._fills = [(need, filling.Piece(opened[rank], item)) for need, rank, item in needed]
 
     def _needed(self, order: list[int], tables: Mapping[int, Table]) -> list[tuple[Need, int, Any]]:
@@ -515,8 +521,11 @@ class _Attempt:
 
     def _keep(self, objects: Mapping[str, bytes]) -> None:
         for name, raw in objects.items():
-            if self.capture.wants(name):
+            if self._wants(name):
                 self._objects.setdefault(name, raw)
+
+    def _wants(self, name: str) -> bool:
+        return self.capture.wants(name) or rank_in(name) >= 0
 
     # ---- tables of pieces that are elsewhere
 
@@ -555,7 +564,8 @@ class _Attempt:
             reader = StepReader(place, self.plan.step, generation=max(0, self.plan.generation) or None)
             first = {name: chunks[0].item for name, chunks in reader.items.items()}
             targets = self.capture.targets({name: (one.dtype, one.full_shape) for name, one in first.items()})
-            self._keep({name: reader.object(name) for name in reader.objects if self.capture.wants(name)})
+            self._keep({name: reader.object(name) for name in reader.objects if self._wants(name)})
+            self._trained.world = reader.world
             for rank, part in reader.parts.items():
                 self._cuts.add(rank, part.packed_cut)
             alike = reader.world == self._meeting.world
@@ -568,20 +578,7 @@ class _Attempt:
             return Verdict(((-1, f"step {self.plan.step}: {error}"),), torn=torn)
         except Exception as error:  # noqa: BLE001  # as above
             return self._fatal(error, torn=torn)
-        return Verdict(torn=torn, cuts=self._told_cuts())
-
-
-def _newcomers(names: frozenset[str], world: int) -> tuple[str, ...]:
-    """What ranks begin with for which nothing was saved, in words; nothing where each has its own."""
-    new = [rank for rank in range(world) if f"rank.{rank}.rng" not in names]
-    if not new or not any(one.startswith("rank.") for one in names):
-        return ()
-    told = first_few(new)
-    extra = any(one == "extra" or one.startswith("extra.") for one in names)
-    also = ", and with rank 0's extra" if extra else ""
-    return (
-        f"nothing was saved for rank {told} in a world of another shape: it begins with fresh random numbers{also}",
-    )
+        return Verdict(torn=torn, cuts=self._told_cuts(), trained=self._told_words())
 
 
 @contextlib.contextmanager

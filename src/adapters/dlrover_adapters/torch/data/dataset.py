@@ -31,7 +31,7 @@ from dlrover_core.job.shards import CURSOR, LEASE, SEED_MASK
 
 from . import world
 from .constructors import Constructors, Fetched
-from .leased import MODEL, check_assignment, leased_of, not_leased
+from .leased import MODEL, Leased, check_assignment, leased_of, not_leased
 from .noting import Fetching, notes
 from .plan import Division, GlobalStep, Micro, division, steps
 from .quarantine import QUARANTINE, QUARANTINE_MAX, Left, bound
@@ -68,9 +68,10 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
     ``poison``: what becomes of a sample at which the same failure ends a worker again and again, under dlrover: "quarantine"
     leaves it out on all ranks, ``quarantine_max`` samples at most; "fail" ends the job with the sample's name.
 
-    ``assign="lease"``, ``lineage="server"``: workers that keep their own pace draw ``shard`` samples at a time (None: as many as
-    a micro-batch has), under `dlrover-run` alone; fast ones draw more. What a worker acknowledges counts, and a worker that dies
-    may have used its shard without a word: samples are used at least once.
+    ``assign="lease"``: workers that keep their own pace draw ``shard`` samples at a time (None: as many as a micro-batch has),
+    under `dlrover-run` alone; fast ones draw more. With ``lineage="server"`` what a worker acknowledges counts, and a worker
+    that dies may have used its shard without a word: samples are used at least once. With ``lineage="model"`` it counts what the
+    restored model was trained on, exactly once: give the dataset to `FlashCheckpoint`, and call `step`.
 
     Raises `SpecError` for what cannot be right.
     """
@@ -129,7 +130,7 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         self._begun = False
         self._iterated_in = -1
         cut_of([Place(name, 0, 0, self._fingerprint)])
-        self._leased = leased_of(self, self._fingerprint, micro_batch, shard) if assign == LEASE else None
+        self._leased = leased_of(self, self._fingerprint, micro_batch, shard, lineage) if assign == LEASE else None
 
     # ---- sources
 
@@ -199,11 +200,20 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         """Is everything consumed?"""
         return bool(self.epochs) and self._epoch >= self.epochs
 
+    @property
+    def leased(self) -> Leased | None:
+        """Its leases, which are saved with the model; None: a position is, or nothing."""
+        return self._leased if self._leased is not None and self._leased.of_model else None
+
     def step(self) -> None:
         """The next global batch is consumed: call it on all ranks after each optimizer step, and before `FlashCheckpoint.step`.
 
-        A step that a GradScaler skips is one, too. `ElasticBatch` calls it. Raises `DataEnded`.
+        With ``assign="lease"``, ``lineage="model"`` all batches that this rank has got are. A step that a GradScaler skips is
+        one, too. `ElasticBatch` calls it. Raises `DataEnded`.
         """
+        if self.leased is not None:
+            self.leased.step()
+            return
         batch = self.next_batch
         if batch is None:
             raise DataEnded(
@@ -459,13 +469,16 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         again, self._iterated_in = self._iterated_in == os.getpid(), os.getpid()
         return self._loaded(loader.id, loader.num_workers, again=again)
 
-    def over(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """With ``assign="lease"``: the batches of a DataLoader with processes; each counts when the next one is asked for."""
+    def over(self, loader: Iterable[Any], *, pauses: bool = False) -> Iterator[Any]:
+        """With ``assign="lease"``: the batches of a DataLoader with processes; each counts when the next one is asked for.
+
+        ``pauses``: None comes while there is nothing to draw, for ranks that meet: others may hold the last samples.
+        """
         if self._leased is None:
             raise SpecError(
                 "assign", f"dataset {self.name!r} is not leased: iterate over ElasticBatch(...).over(loader)"
             )
-        return self._leased.over(loader)
+        return self._leased.over(loader, pauses=pauses)
 
     def done(self) -> None:
         """With ``assign="lease"``: say now that all batches were used, this one too, as before a long pause or a ``break``."""

@@ -1,7 +1,9 @@
 """Iterating over leased samples: in the script's own process, and in loader processes.
 
 A loader process reads ahead, so a batch that it has made is not used yet. It sends each batch with its positions, and
-`ElasticDataset.over` acknowledges them in the script's process once the next batch is asked for. A loader process that has
+`ElasticDataset.over` acknowledges them in the script's process once the next batch is asked for. With ``lineage="model"`` the
+script's process takes a batch before it hands it to the loop, so that it is this rank's whatever becomes of the loader process;
+it counts as trained once `ElasticDataset.step` says so. A loader process that has
 nothing to draw says so instead of waiting: the loader takes batches of its processes in turn, and those of the others must not
 wait behind it.
 """
@@ -16,25 +18,29 @@ from typing import Any, NamedTuple, Protocol
 from dlrover_adapters.data.index_file import say
 from dlrover_adapters.data.leases import TOLD_S, LeasedIndices, Shard, Wait
 from dlrover_core.data.in_work import InWork
-from dlrover_core.data.ranges import Span
+from dlrover_core.data.ranges import Ranges, Span
+from dlrover_core.data.trained import Trained
 from dlrover_core.errors import SpecError
-from dlrover_core.job.shards import CURSOR, LEASE
+from dlrover_core.job.shards import CURSOR, LEASE, MODEL_LEASE
 
 from .noting import notes
 from .plan import Micro
 from .quarantine import Left, divided
 
 MODEL, SERVER = "model", "server"
+JOINED = 256
+"""So many ranges are collected before they are joined."""
 IDLE_S = 0.05
 """A loader process without samples says so after this time."""
 
 
 class Lent(NamedTuple):
-    """A batch of a loader process; ``end`` 0: it had nothing to draw, for the reason in ``content``."""
+    """A batch of a loader process, by its session; ``end`` 0: it had nothing to draw, for the reason in ``content``."""
 
     content: Any
     start: int
     end: int
+    session: int = 0
 
 
 def check_assignment(name: str, assign: str, lineage: str, given: dict[str, bool]) -> None:
@@ -47,12 +53,6 @@ def check_assignment(name: str, assign: str, lineage: str, given: dict[str, bool
         raise SpecError(
             "lineage",
             f'"server" of dataset {name!r} goes with assign="lease" alone: with "cursor" what the saved model has counts',
-        )
-    if assign == LEASE and lineage == MODEL:
-        raise SpecError(
-            "lineage",
-            f'"model" of dataset {name!r}: leases that are restored with a checkpoint are not served yet. Give lineage="server", '
-            "where what workers acknowledge counts, or leave assign= out",
         )
     for field, is_given in given.items():
         if assign == LEASE and is_given:
@@ -73,16 +73,28 @@ class Leased:
     def __init__(self, of: Leasable, work: LeasedIndices, micro_batch: int) -> None:
         self.work, self.micro_batch, self._of = work, micro_batch, of
         self._current: Span | None = None
-        self._counted, self._iterated_in = False, -1
+        self._counted, self._pauses, self._iterated_in = False, False, -1
+        self.of_model = work.terms.assignment == MODEL_LEASE
+        self._base: Ranges | None = None
+        self._taken: list[Span] = []
+        self._trained: list[Span] = []
+        self._stepped = False
 
     def here(self) -> Iterator[Any]:
         """Batches; each is used when the next one is asked for, in this loop or in another."""
+        self._begun()
         while True:
             self._count_current()
-            shard = self.work.waited()
+            shard = self.work.draw(IDLE_S) if self._pauses else self.work.waited()
             if shard is None:
                 return
+            if isinstance(shard, Wait):
+                yield None
+                continue
             for span, batch in self._batches(shard):
+                if self.of_model:
+                    self.work.used(span)
+                    self.work.done()
                 self._works(span)
                 yield batch
                 self._count_current()
@@ -95,6 +107,8 @@ class Leased:
     def _works(self, span: Span) -> None:
         """The script has this batch now."""
         self._current, here = span, notes()
+        if self.of_model:
+            self._taken.append(span)
         if here is not None:
             epoch, start = divmod(span.start, self._of.size)
             here.step(self._of.in_work(epoch, start, start + span.end - span.start))
@@ -102,9 +116,71 @@ class Leased:
     def _count_current(self) -> None:
         span, self._current = self._current, None
         if span is not None:
-            self.work.used(span)
+            if not self.of_model:
+                self.work.used(span)
             if (here := notes()) is not None:
                 here.stepped()
+
+    # ---- with a model that is restored
+
+    def step(self) -> None:
+        """All batches that the script has got are in the model now."""
+        self._stepped = True
+        self._trained += self._taken
+        self._taken.clear()
+        if len(self._trained) > JOINED:
+            self._trained = list(Ranges(self._trained))
+
+    @property
+    def trained(self) -> Trained:
+        """What this rank was trained on; of rank 0, with what its generation resumed from. Raises `SpecError`."""
+        if self._taken and not self._stepped:
+            raise SpecError(
+                "data",
+                f"dataset {self.work.terms.name!r}: batches were taken, and data.step() was never called: call it on each rank "
+                "after each optimizer step, before FlashCheckpoint.step, as it says what the model was trained on",
+            )
+        self._trained = list(Ranges(self._trained))
+        spans = Ranges(self._trained) | (self._base or Ranges())
+        return Trained(self.work.terms.name, self.work.terms.fingerprint, spans)
+
+    def accept(self, spans: Trained | None) -> None:
+        """Can it go on from this? None: the checkpoint does not say what it was trained on. Raises `SpecError`."""
+        terms = self.work.terms
+        if spans is None:
+            raise SpecError(
+                "data",
+                f"the checkpoint does not say on which samples of dataset {terms.name!r} it was trained, as it was saved without "
+                "it: samples would be trained again or never. Begin anew, under another URL",
+            )
+        if spans.fingerprint != terms.fingerprint or (terms.epochs and spans.spans.last >= terms.size * terms.epochs):
+            raise SpecError(
+                "data",
+                f"the checkpoint was trained on dataset {terms.name!r} with {spans.fingerprint!r}, up to position "
+                f"{spans.spans.last} over all epochs; it has {terms.fingerprint!r} and {terms.epochs} epochs now: give the same "
+                "size, seed, order, source and epochs, or another name",
+            )
+
+    def go_on(self, state: tuple[int, int], spans: Ranges, *, first: bool) -> None:
+        """Go on from a state that was trained on ``spans``. ``first``: this is rank 0, which tells the leader."""
+        if self._base is not None and (self._taken or self._trained):
+            raise SpecError(
+                "data",
+                f"dataset {self.work.terms.name!r}: restore() came after batches were taken, and leases begin anew with a "
+                "generation alone: restore once, before the first batch",
+            )
+        self.work.restored(*state, spans if first else None)
+        self._base = spans if first else Ranges()
+
+    def _begun(self) -> None:
+        if self.of_model and self._base is None:
+            raise SpecError(
+                "lineage",
+                f'"model" of dataset {self.work.terms.name!r}: nobody has said what the model was trained on. Give it to '
+                'FlashCheckpoint(data=...) and call restore() before the first batch, or give lineage="server"',
+            )
+
+    # ---- in loader processes
 
     def in_loader(self) -> Iterator[Lent]:
         """Batches with their positions, for `over`."""
@@ -117,6 +193,8 @@ class Leased:
         if self._iterated_in == os.getpid():
             self.work.begin_anew()  # persistent workers: what they had read ahead was thrown away
         self._iterated_in = os.getpid()
+        self._begun()
+        session = self.work.session if self.of_model else 0
         while True:
             shard = self.work.draw(IDLE_S)
             if shard is None:
@@ -125,10 +203,15 @@ class Leased:
                 yield Lent(shard.why, 0, 0)
                 continue
             for span, batch in self._batches(shard):
-                yield Lent(batch, *span)
+                yield Lent(batch, *span, session)
 
-    def over(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of a loader; each is used when the next one is asked for, in this loop or in another."""
+    def over(self, loader: Iterable[Any], *, pauses: bool) -> Iterator[Any]:
+        """The batches of a loader; each is used when the next one is asked for, in this loop or in another.
+
+        ``pauses``: None comes while there is nothing to draw.
+        """
+        self._begun()
+        self._pauses = pauses
         self._counted = True
         self.done()
         began = told = time.monotonic()
@@ -137,10 +220,16 @@ class Leased:
                 yield one
                 continue
             if one.end:
-                self._works(Span(int(one.start), int(one.end)))
+                span = Span(int(one.start), int(one.end))
+                if self.of_model and not self.work.claim(span, int(one.session)):
+                    say(f"dataset {self.work.terms.name!r}: a loader process is gone, and others use what it had drawn")
+                    continue
+                self._works(span)
                 yield one.content
                 self.done()
                 began = told = time.monotonic()
+            elif pauses:
+                yield None
             elif time.monotonic() - told >= TOLD_S:
                 told = time.monotonic()
                 say(f"dataset {self.work.terms.name!r}: {told - began:.0f} s waited for samples: {one.content}")
@@ -188,7 +277,7 @@ class Leasable(Protocol):
         """The samples at these positions, as the agent is to know them."""
 
 
-def leased_of(of: Leasable, fingerprint: str, micro_batch: int | None, shard: int | None) -> Leased:
+def leased_of(of: Leasable, fingerprint: str, micro_batch: int | None, shard: int | None, lineage: str) -> Leased:
     """The leased half of a dataset."""
     if of.waits:
         raise SpecError(
@@ -205,5 +294,6 @@ def leased_of(of: Leasable, fingerprint: str, micro_batch: int | None, shard: in
         window=of.window,
         shard=batch if shard is None else shard,
         fingerprint=fingerprint,
+        assignment=MODEL_LEASE if lineage == MODEL else LEASE,
     )
     return Leased(of, work, batch)

@@ -1,0 +1,83 @@
+"""The agent's side of leased data of a model that is restored: generations, and what a rank takes of its loader processes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from test_data_duty import LAUNCH, NOBODY, TERMS, Stand
+from test_data_duty import play as play  # noqa: PLC0414 - the fixture is taken over
+
+from dlrover_adapters.data.leases import Wait
+from dlrover_core.data.ranges import Ranges, Span
+from dlrover_core.errors import SpecError
+from dlrover_core.job.leases import Leases, LeaseTold, ReportRepeated, RestoreLeases, spans_of
+from dlrover_core.job.shards import MODEL_LEASE
+
+MODEL_TERMS = TERMS._replace(assignment=MODEL_LEASE)
+
+
+def restored_leases(one: Stand, *spans: tuple[int, int], generation: int) -> None:
+    """The leader tells leases of a generation."""
+    told = LeaseTold(*TERMS[:6], spans=Ranges(spans).pack(), assignment=MODEL_LEASE, generation=generation)
+    one.duty.ordered(NOBODY.telling(Leases((told,))))
+
+
+def test_nothing_is_handed_out_before_the_ranks_have_resumed(play: Any) -> None:
+    """Rank 0 says where; then leases of its generation are handed out, and nothing is kept of others."""
+
+    async def test(one: Stand) -> None:
+        line = await one.line(opened=False)
+        await asyncio.to_thread(line.open, MODEL_TERMS, 4)
+        restored_leases(one, generation=0)
+        waits = await one.draw(line, within_s=0.01)
+        assert "call FlashCheckpoint.restore()" in waits.why
+        await asyncio.to_thread(line.restored, MODEL_TERMS, 1, 7, Ranges([(0, 4)]))
+        assert one.sent[-1] == RestoreLeases("n-0-1", LAUNCH.generation, "eval", 1, 7, Ranges([(0, 4)]).pack())
+        restored_leases(one, (4, 40), generation=LAUNCH.generation)
+        assert await one.draw(line, within_s=0.01) == (4, 8)
+        assert await one.draw(line, Span(4, 8), within_s=0.01) == (8, 12)
+        await one.until(lambda: spans_of(one.ask.acked) == ((4, 8),))
+        assert one.ask.generation == LAUNCH.generation
+        restored_leases(one, (4, 40), generation=LAUNCH.generation + 1)
+        assert isinstance(await one.draw(line, Span(8, 12), within_s=0.01), Wait)
+        await one.until(lambda: one.ask.generation == LAUNCH.generation + 1)
+        assert spans_of(one.ask.acked) == ()
+
+    play(test)
+
+
+def test_what_a_loader_process_has_is_taken_once(play: Any) -> None:
+    """By its session; what nobody has taken goes to others as it ends, and no repetition is told."""
+
+    async def test(one: Stand) -> None:
+        rank, loader = [await one.line(opened=False) for _ in range(2)]
+        for line in (rank, loader):
+            await asyncio.to_thread(line.open, MODEL_TERMS, 4)
+        restored_leases(one, (0, 12), generation=LAUNCH.generation)
+        assert [await one.draw(loader) for _ in range(2)] == [(0, 4), (4, 8)]
+        assert await asyncio.to_thread(rank.claim, "eval", Span(0, 2), loader.session)
+        assert not await asyncio.to_thread(rank.claim, "eval", Span(0, 2), loader.session)
+        assert not await asyncio.to_thread(rank.claim, "eval", Span(2, 4), rank.session)
+        loader.close()
+        await one.until(lambda: one.ask.todo == 10)
+        assert not await asyncio.to_thread(rank.claim, "eval", Span(2, 4), loader.session)
+        assert [sent for sent in one.sent if isinstance(sent, ReportRepeated)] == []
+        await one.until(lambda: spans_of(one.ask.acked) == ((0, 2),))
+
+    play(test)
+
+
+def test_a_dataset_of_acknowledgements_is_not_restored(play: Any) -> None:
+    """And one of a model is none of those."""
+
+    async def test(one: Stand) -> None:
+        line = await one.line()
+        with pytest.raises(SpecError, match=r'lineage: "server" of dataset .eval.: it is not restored'):
+            await asyncio.to_thread(line.restored, TERMS, 0, 0, Ranges())
+        other = await one.line(opened=False)
+        with pytest.raises(SpecError, match=r"lease, epochs 2; this one has .*lease-model, epochs 2"):
+            await asyncio.to_thread(other.open, MODEL_TERMS, 4)
+
+    play(test)
