@@ -151,3 +151,14 @@ def _mapping(weights: Any) -> Mapping[Any, float]:
     if not isinstance(weights, Mapping):
         raise SpecError("weights", f"a dict from sources to their weights, got {type(weights).__name__}")
     return weights
+
+
+def check_terms(name: str, size: Any, fetch: Any, epochs: Any, ahead: Any) -> None:
+    """Raises `SpecError` for what cannot be."""
+    if not isinstance(name, str):
+        raise SpecError("name", f"a text that names the dataset in the job, got {type(name).__name__}")
+    for field, value, least in (("size", size, 1), ("epochs", epochs, 0), ("ahead", ahead, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise SpecError(field, f"{value!r} of dataset {name!r}: give {least} or more")
+    if not callable(fetch):
+        raise SpecError("fetch", f"a function from an index to a sample, got {type(fetch).__name__}")

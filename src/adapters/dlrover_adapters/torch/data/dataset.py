@@ -30,7 +30,7 @@ from dlrover_core.errors import CoreError, SpecError
 from dlrover_core.job.shards import CURSOR, LEASE, SEED_MASK
 
 from . import world
-from .constructors import Constructors, Fetched
+from .constructors import Constructors, Fetched, check_terms
 from .leased import MODEL, Leased, check_assignment, leased_of, not_leased
 from .noting import Fetching, notes
 from .plan import Division, GlobalStep, Micro, division, steps
@@ -104,7 +104,7 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         shard: int | None = None,
     ) -> None:
         super().__init__()
-        _check(name, size, fetch, epochs, ahead)
+        check_terms(name, size, fetch, epochs, ahead)
         self.most = bound(name, poison, quarantine_max)
         unused = {"global_batch": global_batch is not None, "grown": grown != REFUSE, "last": last != KEEP}
         check_assignment(name, assign, lineage, unused)
@@ -582,16 +582,6 @@ class SourceFetch:
     def __call__(self, index: int) -> Any:
         """The sample, of the first epoch."""
         return self.source[index]
-
-
-def _check(name: str, size: Any, fetch: Any, epochs: Any, ahead: Any) -> None:
-    if not isinstance(name, str):
-        raise SpecError("name", f"a text that names the dataset in the job, got {type(name).__name__}")
-    for field, value, least in (("size", size, 1), ("epochs", epochs, 0), ("ahead", ahead, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise SpecError(field, f"{value!r} of dataset {name!r}: give {least} or more")
-    if not callable(fetch):
-        raise SpecError("fetch", f"a function from an index to a sample, got {type(fetch).__name__}")
 
 
 def _fingerprint(of: ElasticDataset, size: int, source: str) -> str:
