@@ -3,8 +3,9 @@
 Orders: 4,000,000 indices of 10^10 samples by batches of 512, one core; all samples permuted as one, and in chunks of 1,000; with
 numpy, and the core's own without it. The cut: bytes of one dataset of 10^10 samples, and of the worst 10,000 ranges. The restore:
 from the packed cut at 90 % of a shuffled epoch to the first batch of 512 of another world size, samples being their indices, so
-that nothing is measured but finding them; beside torchdata's StatefulDataLoader at the size of ``--peer-samples``, which restores
-at the same world size alone. Its epoch up to 90 % is iterated once, outside of what is measured. The cost: a training loop over
+that nothing is measured but finding them; beside torchdata, mosaicml-streaming and LitData at the size of ``--peer-samples``.
+torchdata restores at the same world size alone; its epoch up to 90 % is iterated once, outside of what is measured. The other two
+are given the state that they would have saved there, and read their samples from files. The cost: a training loop over
 an ElasticDataset beside one over a plain DistributedSampler loader, where nothing fails, in steps of 20 ms. The large one: what a
 rank does to have a dataset of 10^10 samples, its terms as they are registered, and its first batch. Leased, the same dataset is
 registered with a real master, whose memory is looked at when 10,000 fragments of it are used and 10,000 are free.
@@ -18,9 +19,9 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import _fragments
+import _restoring
 import _streams
 from _agents import Broken
 from _bench import BROKEN, HERE, Result, Row, options, say
@@ -41,7 +42,6 @@ MEASURES = (
     "src/dlrover_core/runtime/leasing.py",
 )
 
-TORCHDATA = "torchdata==0.11.0"
 LARGE = 10**10
 RESTORED = 10**9
 BATCH = 512
@@ -52,6 +52,7 @@ RESTORE_MS = 50.0
 COST = 1.01
 COST_PAIRS, COST_STEPS = 12, 20
 LARGE_MS, LEADER_MIB = 50.0, 50.0
+PEER_TRIALS = 3
 SCALAR = 50_000
 """So many indices of the core's own order: it takes microseconds for each."""
 LIMIT_S = 600.0
@@ -95,27 +96,6 @@ def restore_ms(size: int) -> float:
     took = (time.perf_counter() - began) * 1e3
     assert len(set(found)) == end - start
     return took
-
-
-def torchdata_folder() -> Path:
-    """A folder for ``PYTHONPATH`` with torchdata, filled where it is missing. Torch is this environment's."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    home = cache / "dlrover-bench" / TORCHDATA.replace("==", "-")
-    if not (home / "torchdata").exists():
-        say(f"installing torchdata in {home}, once")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(home), TORCHDATA]
-        subprocess.run(command, check=True)
-    return home
-
-
-def torchdata_ms(size: int, trials: int) -> list[float]:
-    """The peer's trials."""
-    env = {**os.environ, "PYTHONPATH": str(torchdata_folder()), "PYTHONWARNINGS": "ignore"}
-    line = [sys.executable, str(HERE / "scripts" / "torchdata_restore.py"), str(size), str(BATCH), str(trials)]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    if done.returncode:
-        raise RuntimeError(f"torchdata ended with {done.returncode}: {done.stderr[-400:]}")
-    return [float(one) for one in json.loads(done.stdout)]
 
 
 def cost_ms(pairs: int, steps: int, loaders: int) -> tuple[list[float], list[float]]:
@@ -192,16 +172,22 @@ def costs(result: Result, pairs: int) -> None:
 
 
 def restores(result: Result, trials: int, peer_samples: int) -> None:
-    """First batches after a restore. Raises RuntimeError where the peer does not work."""
+    """First batches after a restore. A peer that cannot be had is told in the notes."""
     say("restores")
     found = [restore_ms(RESTORED) for _ in range(trials)]
     what = "first batch after a restore at 90 % of 10^9 samples, another world size"
     result.rows.append(Row(what, "ms", found, target=RESTORE_MS))
-    if peer_samples:
-        say(f"torchdata, {peer_samples:,} samples")
-        theirs = torchdata_ms(peer_samples, trials)
+    for peer in _restoring.PEERS if peer_samples else ():
+        say(f"{peer.name}, {peer_samples:,} samples")
+        try:
+            theirs = _restoring.restores_ms(peer, peer_samples, BATCH, min(trials, PEER_TRIALS))
+        except RuntimeError as error:
+            say(str(error))
+            result.notes.append(str(error))
+            continue
         found = [restore_ms(peer_samples) for _ in range(trials)]
-        result.rows.append(Row(f"the same of {peer_samples:,} samples; peer at the same size", "ms", found, theirs))
+        what = f"the same of {peer_samples:,} samples; {peer.name} at the same size"
+        result.rows.append(Row(what, "ms", found, theirs, settings=peer.settings))
 
 
 def topic(result: Result, trials: int) -> None:
@@ -223,14 +209,14 @@ def main() -> int:
             "--peer-samples",
             type=int,
             default=10**7,
-            help="size of the epoch that torchdata restores in; 0: without it",
+            help="size of the epoch that peers restore in; 0: without them",
         )
         parser.add_argument(
             "--cost-pairs", type=int, default=COST_PAIRS, help=f"pairs of loops of a kind ({COST_PAIRS})"
         )
 
     chosen = options(__doc__, trials=7, more=more)
-    result = Result("data", "torchdata 0.11.0's StatefulDataLoader, where a line has a peer")
+    result = Result("data", "torchdata, mosaicml-streaming and LitData, where a line names one")
     try:
         orders(result, chosen.trials, chosen.indices)
         large(result, chosen.trials)
