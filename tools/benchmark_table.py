@@ -25,7 +25,7 @@ NAMES = (
     "killed_worker", "killed_node", "killed_master", "hung_master", "cold_start", "join", "imports", "overhead", "heartbeats",
     "join_2000", "idle", "commands", "records", "replay", "etcd_append", "etcd_latency", "etcd_read", "failover", "etcd_growth",
     "simulate", "crashes", "goodput", "matcher", "diagnosis", "corpus", "straggler", "detectors", "import", "checkpoint",
-    "layout", "digests", "roles", "detached", "data", "leases", "k8s", "k8s_kills", "k8s_away",
+    "layout", "digests", "roles", "detached", "data", "data_jobs", "leases", "k8s", "k8s_kills", "k8s_away",
     "ray",
 )  # fmt: skip
 HEAD, TAIL = "## Latest results", "## Reading them"

@@ -36,6 +36,7 @@ BY_NIGHT = {
     "cold_start": "",
     "corpus": "",
     "data": "--indices 20480 --peer-samples 0 --cost-pairs 1",
+    "data_jobs": "--kills 1 --epoch-s 1",
     "detached": "",
     "detectors": "--steps 20",
     "etcd_growth": "--events 200000 --room-events 640",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +212,14 @@ def test_packed_rows_of_a_dataset_in_one_call() -> None:
         ElasticDataset.packed(data, 1)
     with pytest.raises(SpecError, match="length: 0: give 1 or more tokens"):
         ElasticDataset.packed(data, 0)
+
+
+def test_a_worker_that_begins_anew_has_the_datasets_modules_and_not_the_jobs() -> None:
+    """They are imported before the fork, and a worker without a warm process does not pay for the leader's events and rules."""
+    code = (
+        "import sys; import dlrover_adapters.data; jobs = [one for one in sys.modules if one.startswith('dlrover_core.job')]; "
+        "from dlrover_adapters.torch.worker import import_core, import_rest; import_core(); import_rest(); "
+        "print(jobs, 'dlrover_adapters.torch.data.batch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["[]", "True"], done.stdout

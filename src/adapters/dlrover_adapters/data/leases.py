@@ -30,8 +30,8 @@ from dlrover_adapters.data.orders import order_of
 from dlrover_core.data.cut import NAME_CHARS_MAX
 from dlrover_core.data.permutation import SHUFFLED, WINDOW
 from dlrover_core.data.ranges import POSITION_MAX, Ranges, Span
+from dlrover_core.data.terms import LEASE, NUMBER_MAX, SEED_MASK, Terms
 from dlrover_core.errors import CoreError, SpecError
-from dlrover_core.job.shards import LEASE, NUMBER_MAX, SEED_MASK, Terms
 
 SOCKET_VARIABLE, PATH_NAME = "DLROVER_AGENT_SOCKET", "data.sock"
 PACKET_BYTES_MAX = 80 * 1024

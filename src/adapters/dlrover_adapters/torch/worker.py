@@ -59,7 +59,7 @@ def import_core() -> None:
 
 
 def import_rest() -> None:
-    """What scripts pull in at their first optimizer (`_dynamo`, 0.7 to 2 s), checkpoint (0.15 s), wrapper or error."""
+    """What scripts pull in at their first optimizer (`_dynamo`, 0.7 to 2 s), checkpoint (0.15 s), dataset, wrapper or error."""
     warm = os.environ.get(WARM, "all")
     if warm not in {"all", "core"}:
         raise ValueError(f"{WARM} is 'all' or 'core', got {warm!r}")
@@ -73,8 +73,8 @@ def import_rest() -> None:
     import torch.utils.data  # noqa: F401 - for their side effect: they are imported
 
     try:
-        for name in ("flash", "restore"):
-            importlib.import_module(f"dlrover_adapters.torch.checkpoint.{name}")
+        for name in ("checkpoint.flash", "checkpoint.restore", "data.batch"):
+            importlib.import_module(f"dlrover_adapters.torch.{name}")
     except Exception as error:  # noqa: BLE001  # no xxhash, an older torch, an fsspec that is configured wrongly
         import logging  # not earlier: agents import this module first of all
 

@@ -26,8 +26,8 @@ from dlrover_core.data.in_work import InWork
 from dlrover_core.data.permutation import FILE, SHUFFLED, WINDOW, Order
 from dlrover_core.data.quota import KEEP, NO_EPOCH, Batch, Batches, batches
 from dlrover_core.data.streams import ENDLESS
+from dlrover_core.data.terms import CURSOR, LEASE, SEED_MASK
 from dlrover_core.errors import CoreError, SpecError
-from dlrover_core.job.shards import CURSOR, LEASE, SEED_MASK
 
 from . import world
 from .constructors import Constructors, Fetched, check_terms

@@ -19,9 +19,9 @@ from dlrover_adapters.data.index_file import say
 from dlrover_adapters.data.leases import TOLD_S, LeasedIndices, Shard, Wait
 from dlrover_core.data.in_work import InWork
 from dlrover_core.data.ranges import Ranges, Span
+from dlrover_core.data.terms import CURSOR, LEASE, MODEL_LEASE
 from dlrover_core.data.trained import Trained
 from dlrover_core.errors import SpecError
-from dlrover_core.job.shards import CURSOR, LEASE, MODEL_LEASE
 
 from .noting import notes
 from .plan import Micro
