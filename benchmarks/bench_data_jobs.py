@@ -38,8 +38,8 @@ BETWEEN = 15
 """Steps that both ranks make between two kills."""
 BACK_LIMIT_S = 30.0
 MORE_MS, IDEAL = 20.0, 1.15
-RANKS, BATCH, PACE_S, SLOW = 4, 128, 0.002, 3.0
-EQUAL_STEPS = 40
+RANKS, BATCH, PACE_S, SLOW = 4, 256, 0.002, 3.0
+EQUAL_STEPS = 20
 """Equal quotas take each step as long as the one before: a part of the epoch tells as much."""
 
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlrover_adapters.torch import ElasticBatch, ElasticDataset
 
-MICRO = 16
+MICRO = 32
 
 
 class Slow(nn.Module):

@@ -106,13 +106,13 @@ def test_loader_processes_go_by_the_new_quotas(context: str) -> None:
     """They hear of them through shared memory, from the named step on, as the process that trains does."""
     data = ElasticDataset("train", size=64, fetch=int, seed=3, collate=list)
     table = QuotaTable((4, 4))
-    data.divide(division(8, 2, 2, 0), table)
+    data.divide(division(8, 4, 2, 0), table)
     loader = DataLoader(data, batch_size=None, num_workers=2, prefetch_factor=1, multiprocessing_context=context)
     drawn, found = iter(loader), []
     for number, step in enumerate(data.steps()):
         if number == 1:
             table.follow(1 + lead_of(loader, data.ahead), (7, 1))
-        assert sum(micro.samples for micro in step.micros) == (4 if number < 6 else 7), number
+        assert sum(micro.samples for micro in step.micros) == (4 if number < 4 else 7), number
         found.append([next(drawn) for _ in step.micros])
         assert found[-1] == [data.indices(step.batch, micro) for micro in step.micros], number
     assert len(found) == 8
@@ -120,7 +120,7 @@ def test_loader_processes_go_by_the_new_quotas(context: str) -> None:
 
 
 def test_all_ranks_plan_the_same_in_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They tell each other what a sample costs after step 8; the plan begins once the longest lead is over."""
+    """They tell each other what a sample costs after step 5; the plan begins once the longest lead is over."""
     asked: list[Any] = []
 
     def gathered(mine: Any, size: int, _group: Any) -> list[Any]:
@@ -139,8 +139,8 @@ def test_all_ranks_plan_the_same_in_the_same_step(monkeypatch: pytest.MonkeyPatc
             balance.drawn()
             balance.forwarded(torch.zeros(()), 2)
             balance.stepped()
-        assert seen == [(4, 4, 4)] * 13 + [(2, 5, 5)] * 387
-        assert len(asked) == 2, "after step 8, and after 300 more: steps of 0.1 s"
+        assert seen == [(4, 4, 4)] * 10 + [(2, 5, 5)] * 390
+        assert len(asked) == 2, "after step 5, and after 300 more: steps of 0.1 s"
         assert asked[0] == (pytest.approx(0.01), pytest.approx(asked[0][1]), 3 + rank)
         asked.clear()
 

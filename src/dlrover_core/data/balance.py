@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from dlrover_core.data.quota import quotas
 
-FIRST_STEPS = 8
+FIRST_STEPS = 5
 """Quotas are planned after so many steps for the first time."""
 PLAN_S, PLAN_STEPS_MIN = 30.0, 20
 """A plan stands for so long, and for so many steps at least."""

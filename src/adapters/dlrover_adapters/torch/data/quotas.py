@@ -87,7 +87,7 @@ def _between(begin: Any, end: Any) -> float:
 
 
 class Balance:
-    """Measures, and plans with the other ranks. ``lead``: steps that this rank's loader may have planned ahead."""
+    """Measures, and plans with the other ranks. ``lead``: as `lead_of` says."""
 
     def __init__(self, division: Division, table: QuotaTable, group: Any, lead: int) -> None:
         self._division, self._table, self._group, self._lead = division, table, group, lead
@@ -141,6 +141,9 @@ class Balance:
 
 
 def lead_of(loader: Any, ahead_steps: int) -> int:
-    """Steps that a loader may have planned ahead of the one that is trained, and two to spare."""
+    """So many steps after the one that is trained comes the first that a loader has not planned.
+
+    A loader process has made no micro-batch beyond those that it was asked for, and each step has one at least.
+    """
     workers = int(getattr(loader, "num_workers", 0))
-    return workers * (getattr(loader, "prefetch_factor", None) or PREFETCH) + ahead_steps + 2
+    return workers * (getattr(loader, "prefetch_factor", None) or PREFETCH) + ahead_steps
