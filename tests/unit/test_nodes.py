@@ -354,6 +354,18 @@ def test_a_node_that_never_joins_is_replaced(phase: str) -> None:
     assert drive.state.incidents.relaunches == {"worker-0": 1}
 
 
+@pytest.mark.parametrize("phase", ["", "pending", "running"])
+def test_a_node_whose_host_is_lost_before_it_joins_is_replaced_at_once(phase: str) -> None:
+    """No agent of it is heard, and none could train: nobody waits launch_s, and the next one avoids the host."""
+    drive = Drive(nodes_max=1, launch_s=900.0)
+    if phase:
+        drive.observe("worker-0-0", phase, host="host-7")
+    drive.observe("worker-0-0", "lost", reason="NODE_DIED", host="host-7")
+    assert [(lost.node, lost.reason) for lost in drive.facts(nodes.NodeLost)] == [("worker-0-0", "NODE_DIED")]
+    assert "worker-0-1" in _names(drive)
+    assert isinstance(drive.join("worker-0-0"), NotDone), "its agent comes after all"
+
+
 def test_launching_for_ever_is_bounded() -> None:
     """A place whose nodes never come is given up after relaunch_max, and a job that can no longer run fails."""
     drive = Drive(nodes_max=1, launch_s=50.0, relaunch_max=2, evidence_s=10.0)

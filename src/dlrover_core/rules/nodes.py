@@ -75,11 +75,15 @@ def _seen(state: JobState, seen: nodes.Observed, now: int) -> Iterator[Event]:
 
 
 def _unreached(state: JobState, node: nodes.Node, seen: nodes.Observed) -> Iterator[Event]:
-    """The platform cannot reach the node's host. While the agent is heard, that is news and no more: it knows better."""
+    """The platform cannot reach the node's host. While the agent is heard, that is news and no more: it knows better.
+
+    Of a node that never joined no agent is heard, and none of its workers runs: it is lost now, not after ``launch_s``.
+    """
     reason = plain(seen.reason, nodes.TEXT_MAX) or "its platform cannot reach its host"
-    if node.state == "suspect" or (node.state == "failed" and not node.ended):
+    comes = node.state in COMING and not node.released
+    if node.state == "suspect" or (node.state == "failed" and not node.ended) or (comes and not node.joined):
         yield nodes.NodeLost(node.node, reason)
-    elif node.state in COMING and not node.released and node.node not in state.notices.unreached:
+    elif comes and node.node not in state.notices.unreached:
         yield notices.HostUnreached(node.node, reason)
 
 
