@@ -140,10 +140,54 @@ def test_rendering_in_a_namespace_with_masters() -> None:
     assert env["DLROVER_MASTERS"] == "m1:29400"
 
 
+def test_rendering_an_elasticjob(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the operator makes of it, in its order, then the pods of nodes and standbys, as its masters would make them."""
+    job = next(yaml.safe_load_all((Path(__file__).parent / "elasticjobs.yaml").read_text(encoding="utf-8")))
+    worker = job["spec"]["replicaSpecs"]["worker"]
+    worker |= {"standby": 1, "replicas": 3}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump_all([{"kind": "ConfigMap"}, job]), encoding="utf-8")
+    made = rendered("--image", "reg/core:1", str(tmp_path / "job.yaml"))
+    kinds = [one["kind"] for one in made]
+    assert kinds[:3] == ["ConfigMap", "PersistentVolumeClaim", "Secret"]
+    assert kinds[-5:] == ["Job", *["Pod"] * 4]
+    masters_job, *nodes, standby = made[-5:]
+    assert masters_job["spec"]["template"]["spec"]["containers"][0]["image"] == "reg/core:1"
+    assert [one["metadata"]["labels"]["dlrover-core/index"] for one in nodes] == ["0", "1", "2"]
+    assert standby["metadata"]["labels"][names.LABEL_STANDBY] == "worker"
+    image = worker["template"]["spec"]["containers"][0]["image"]
+    for one in made:
+        assert one["metadata"]["namespace"] == "dlrover"
+        assert one["metadata"]["ownerReferences"][0]["kind"] == "ElasticJob"
+        assert one["kind"] != "Pod" or one["spec"]["containers"][0]["image"] == image
+    env = {one["name"]: one for one in nodes[0]["spec"]["containers"][0]["env"]}
+    assert env["DLROVER_MASTERS"]["value"] == f"{job['metadata']['name']}-masters.dlrover.svc:29400"
+    assert env["DLROVER_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == f"{job['metadata']['name']}-masters"
+    assert "dlrover k8s render: spec." in capsys.readouterr().err, "what does nothing is told"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [", "is no YAML"),
+        ("kind: Pod", "holds no ElasticJob"),
+        ("kind: ElasticJob", r"metadata\.name: missing"),
+        ("{kind: ElasticJob, metadata: {name: a}, spec: {}}", r"spec\.replicaSpecs: missing"),
+    ],
+)
+def test_an_elasticjob_that_cannot_be_rendered(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The field is named, as the operator would."""
+    (tmp_path / "job.yaml").write_text(text, encoding="utf-8")
+    assert dlrover.main(["k8s", "render", str(tmp_path / "job.yaml")]) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ((), "name the script"),
+        (("job.yaml",), r"job\.yaml' cannot be read"),
         (("train.py",), "no image: say --image IMG"),
         (("--backend", "local", "train.py"), "'local' makes nothing in a cluster"),
         (("--backend", "k8s:template=none.yaml,image=a", "train.py"), r"none\.yaml' cannot be read"),

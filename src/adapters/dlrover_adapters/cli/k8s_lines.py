@@ -17,6 +17,7 @@ from dlrover_core.errors import SpecError
 
 if TYPE_CHECKING:
     from dlrover_backends.k8s.elasticjob.shell import Word
+    from dlrover_core.spec import JobSpec
 
 KNOWN_MAX = 4096
 PLACES = {
@@ -131,16 +132,21 @@ def _parser() -> usage.Parser:
 @functools.lru_cache(maxsize=KNOWN_MAX)
 def _job(words: tuple[str, ...], path: str, job_file: str) -> Fault | None:
     try:
-        with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
-            file.write(job_file)
-            file.flush()
-            told = [one.replace(path, file.name) for one in words]
-            made = _parser()
-            options = cli_options.noted(made, made.parse_args(["--backend", "k8s:command=template", *told], Options()))
-            options.argv = tuple(told)
-            groups.taken_in(options)
-            cli_options.check(options)
-            groups.spec(options, cli_options.job_name(options), groups.plans(options))
+        spec_of(words, path, job_file)
     except SpecError as error:
         return _fault(error)
     return None
+
+
+def spec_of(words: Sequence[str], path: str, job_file: str) -> JobSpec:
+    """The job that masters make of their words, which name a job file at a path. Raises `SpecError`."""
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
+        file.write(job_file)
+        file.flush()
+        told = [one.replace(path, file.name) for one in words]
+        made = _parser()
+        options = cli_options.noted(made, made.parse_args(["--backend", "k8s:command=template", *told], Options()))
+        options.argv = tuple(told)
+        groups.taken_in(options)
+        cli_options.check(options)
+        return groups.spec(options, cli_options.job_name(options), groups.plans(options))

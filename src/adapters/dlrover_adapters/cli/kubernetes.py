@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from dlrover_adapters.cli import backend_flags, backends, groups
+from dlrover_adapters.cli import backend_flags, backends, groups, k8s_object
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli.places import OK
 from dlrover_core.errors import SpecError
@@ -25,6 +25,7 @@ EXAMPLES = """\
   dlrover k8s render --detach --backend k8s:claim=logs --image registry/trainer:1 --nnodes 2 train.py
                                           those of a job whose masters are pods
   dlrover k8s render --backend k8s:namespace=ml,template=pod.yaml --job job.toml | kubectl apply --dry-run=server -f -
+  dlrover k8s render job.yaml             every object that an ElasticJob would begin with
   dlrover k8s operator --namespace ml     keep the ElasticJobs of a namespace; deploy/base runs this in a pod
   dlrover k8s operator --help             its options"""
 
@@ -46,7 +47,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         nargs=argparse.REMAINDER,
         metavar="ARGUMENTS",
         help="with render what 'dlrover-run' is given: its options, the script and the script's arguments; --backend k8s may be "
-        "left out",
+        "left out. Or the file of an ElasticJob, and --image IMG before it, which is the operator's",
     )
 
 
@@ -61,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
     from dlrover_core.runtime.backends import BackendContext
 
     words = args.line[1:] if args.line[:1] == ["--"] else args.line
+    if k8s_object.file_of(words):
+        print(k8s_object.text(words, launches), end="")
+        return OK
     options = cli_options.parse(words)
     options.argv = tuple(words)
     options.backend = options.backend or backend_flags.KUBERNETES

@@ -300,7 +300,7 @@ def _env(job: MasterPlan) -> list[Json]:
         {"name": "DLROVER_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": RUN, "value": job.run},
         {"name": JOB, "value": job.job or job.name},
-        {"name": BACKEND, "value": _backend(job)},
+        {"name": BACKEND, "value": backend_of(job)},
         {"name": BIND, "value": f"$(DLROVER_ADDRESS):{PORT}"},
         {"name": MASTERS, "value": f"{job.called}.{job.namespace}.svc:{PORT}"},
         {"name": STATE_DIR, "value": STATE_PATH},
@@ -310,7 +310,8 @@ def _env(job: MasterPlan) -> list[Json]:
     return told
 
 
-def _backend(job: MasterPlan) -> str:
+def backend_of(job: MasterPlan) -> str:
+    """What the masters are told as ``--backend``. Raises `SpecError`."""
     ours = {
         "image": job.image,
         **job.backend,

@@ -12,12 +12,20 @@ from dlrover_core.errors import SpecError
 
 def read_file(path: str, field: str) -> Any:
     """The one document of a YAML or JSON file. Raises `SpecError`."""
+    found = read_all(path, field)
+    if len(found) > 1:
+        raise SpecError(field, f"{path!r} has {len(found)} documents: leave one")
+    return found[0] if found else None
+
+
+def read_all(path: str, field: str) -> list[Any]:
+    """All documents of a YAML or JSON file. Raises `SpecError`."""
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return list(yaml.safe_load_all(Path(path).read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(field, f"{path!r} cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise SpecError(field, f"{path!r} is no YAML, or more than one document: {error}") from error
+        raise SpecError(field, f"{path!r} is no YAML: {error}") from error
 
 
 def written(objects: list[dict[str, Any]]) -> str:

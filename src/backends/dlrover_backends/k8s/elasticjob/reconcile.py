@@ -155,7 +155,7 @@ def _keeping(seen: Observed, job: translate.Job, plan: masters.MasterPlan) -> Ou
     if FINALIZER not in finalizers:
         writes.append(_finalizers(seen.job, [*finalizers, FINALIZER]))
     if seen.masters is None and not standing.is_over(seen.job) and not job.suspended:
-        writes += _made(job, plan)
+        writes += made(job, plan)
     elif seen.masters is not None and not standing.ended(seen.masters):
         writes += _templates(seen.masters, plan)
         writes += _files(seen.masters, plan)
@@ -179,7 +179,8 @@ def _leftovers(seen: Observed) -> Iterator[Write]:
             yield Remove(path_of(one))
 
 
-def _made(job: translate.Job, plan: masters.MasterPlan) -> Iterator[Write]:
+def made(job: translate.Job, plan: masters.MasterPlan) -> Iterator[Make]:
+    """Everything that a job begins with, beside its nodes, in the order of creation."""
     yield Make(_owned(plan, "v1", "ConfigMap", translate.file_name(job.name), data={translate.JOB_FILE: job.job_file}))
     if plan.claim:
         spec: Json = {"accessModes": ["ReadWriteOncePod"], "resources": {"requests": {"storage": CLAIM_SIZE}}}
