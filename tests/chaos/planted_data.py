@@ -173,6 +173,18 @@ def shares_of_the_old_world() -> Patch:
 
 
 @bug
+def quotas_a_step_late() -> Patch:
+    """One rank divides the first batch after a change of the quotas as they were before."""
+    true = Rank.quota
+
+    def quota(self: Rank, dataset: Dataset) -> Any:
+        late = self.rank == self.world - 1 and self.made == consuming.EQUAL_STEPS
+        return true(Rank(self.rank, self.world) if late else self, dataset)
+
+    return mock.patch.object(Rank, "quota", quota)
+
+
+@bug
 def short_batch_dropped() -> Patch:
     """An epoch's remainder is left out, though it should be a short batch."""
     true = Rank.draw

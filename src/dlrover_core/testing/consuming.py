@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
+from dlrover_core.data.balance import balanced
 from dlrover_core.data.cut import Cut, Place, differences, pack, unpack
 from dlrover_core.data.permutation import Order
 from dlrover_core.data.quota import Batches, batches, quotas, slots
@@ -28,6 +29,8 @@ Sample = tuple[int, int]
 """Epoch and index."""
 NAME, SOURCE = "train", "f00d"
 STEPS_AT_ONCE = 64
+EQUAL_STEPS = 4
+"""Steps of a generation until its ranks take samples by what these cost them: the more, the higher the rank is within three."""
 
 
 class Dataset(NamedTuple):
@@ -76,6 +79,7 @@ class Rank:
     world: int
     epoch: int = 0
     position: int = 0
+    made: int = 0
 
     @property
     def cut(self) -> Cut:
@@ -87,12 +91,18 @@ class Rank:
         (place,) = cut
         self.epoch, self.position = place.epoch, place.position
 
+    def quota(self, dataset: Dataset) -> tuple[int, ...]:
+        """How the next global batch is divided, as all ranks have planned it for this step."""
+        equal = quotas(dataset.batch, self.world)
+        return equal if self.made < EQUAL_STEPS else balanced(equal, [1 + rank % 3 for rank in range(self.world)])
+
     def draw(self, dataset: Dataset) -> list[Sample]:
         """Its share of the next global batch."""
         batch = dataset.batches.next(self.epoch, self.position)
         if batch is None:
             return []
-        first, end = slots(batch.samples, quotas(dataset.batch, self.world), self.rank)
+        first, end = slots(batch.samples, self.quota(dataset), self.rank)
+        self.made += 1
         self.epoch, self.position = dataset.batches.after(batch)
         return [(batch.epoch, one) for one in _order(dataset, batch.epoch)[batch.start + first : batch.start + end]]
 
