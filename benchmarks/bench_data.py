@@ -2,13 +2,17 @@
 
 Orders: 4,000,000 indices of 10^10 samples by batches of 512, one core; all samples permuted as one, and in chunks of 1,000; with
 numpy, and the core's own without it. The cut: bytes of one dataset of 10^10 samples, and of what a rank with leases
-says of the worst 10,000 ranges. The restore: from the packed cut at 90 % of a shuffled epoch to the first batch of 512 of another
-world size, samples being their indices, so that nothing is measured but finding them; beside torchdata, mosaicml-streaming and LitData at the size of ``--peer-samples``.
-torchdata restores at the same world size alone; its epoch up to 90 % is iterated once, outside of what is measured. The other two
-are given the state that they would have saved there, and read their samples from files. The cost: a training loop over
-an ElasticDataset beside one over a plain DistributedSampler loader, where nothing fails, in steps of 20 ms. The large one: what a
-rank does to have a dataset of 10^10 samples, its terms as they are registered, and its first batch. Leased, the same dataset is
-registered with a real master, whose memory is looked at when 10,000 fragments of it are used and 10,000 are free.
+says of the worst 10,000 ranges.
+
+The restore: from the packed cut at 90 % of a shuffled epoch to the first batch of 512 of another world size, samples being their
+indices, so that nothing is measured but finding them; beside torchdata, mosaicml-streaming and LitData at the size of
+``--peer-samples``. torchdata restores at the same world size alone; its epoch up to 90 % is iterated once, outside of what is
+measured. The other two are given the state that they would have saved there, and read their samples from files.
+
+The cost: a training loop over an ElasticDataset beside one over a plain DistributedSampler loader, where nothing fails, in steps
+of 20 ms. The large one: what a rank does to have a dataset of 10^10 samples, its terms as they are registered, and its first batch.
+Leased, the same dataset is registered with a real master, whose memory is looked at when 10,000 fragments of it are used and
+10,000 are free.
 """
 
 from __future__ import annotations
