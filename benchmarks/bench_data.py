@@ -10,9 +10,10 @@ indices, so that nothing is measured but finding them; beside torchdata, mosaicm
 measured. The other two are given the state that they would have saved there, and read their samples from files.
 
 The cost: a training loop over an ElasticDataset beside one over a plain DistributedSampler loader, where nothing fails, in steps
-of 20 ms. The large one: what a rank does to have a dataset of 10^10 samples, its terms as they are registered, and its first batch.
-Leased, the same dataset is registered with a real master, whose memory is looked at when 10,000 fragments of it are used and
-10,000 are free.
+of 20 ms.
+
+The large one: what a rank does to have a dataset of 10^10 samples, its terms as they are registered, and its first batch. Leased,
+the dataset is registered with a real master, whose memory is looked at when 10,000 fragments of it are used and 10,000 are free.
 """
 
 from __future__ import annotations
