@@ -51,6 +51,9 @@ def raised(words: str, *files: str) -> str:
         (pool("reward.lab", 8100, "/score"), (f"{LIB}/requests/adapters.py",), "data.connection"),
         ("redis.exceptions.ConnectionError: Error 111 connecting to cache:6379. Connection refused.", (), "data.connection"),
         ("ConnectionResetError: [Errno 104] Connection reset by peer", ("/w/sockets.py",), "data.connection"),
+        ("OSError: Timed out trying to connect to 'tcp://10.48.0.7:44783' after 10 s", (), "net.reset"),
+        ("RuntimeError: Failed to connect to 10.4.0.9:7000", (f"{LIB}/redis/connection.py",), "data.connection"),
+        ("RuntimeError: cannot connect the two halves of the model", (), "exception.RuntimeError"),
         ("kafka.errors.NoBrokersAvailable: NoBrokersAvailable", (), "data.connection"),
     ],
 )  # fmt: skip

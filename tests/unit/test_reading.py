@@ -613,3 +613,16 @@ def test_a_host_without_another_beside_it_is_not_isolated() -> None:
     """Files are used up on the only host that is known: whether the others have the same, nobody says."""
     found = answer("gpu-7: OSError: [Errno 23] Too many open files in system")
     assert (found.judgement.signature, found.judgement.action) == ("host.files", "check")
+
+
+@pytest.mark.parametrize(
+    ("why", "action"),
+    [
+        ("Task launch for StepId=31.4 failed on node c4n17: Unable to layout tasks on given cpus", "retry"),
+        ("Task launch for StepId=31.4 failed on node c4n17: Communication connection failure", "relaunch"),
+    ],
+)
+def test_a_request_that_does_not_fit_takes_no_node_out(why: str, action: str) -> None:
+    """What was asked for does not fit on another node either."""
+    found = answer(f"srun: error: {why}\nsrun: error: Application launch failed\nsrun: Job step aborted")
+    assert (found.judgement.signature, found.judgement.action) == ("slurm.launch_failed", action)

@@ -15,11 +15,22 @@ from collections.abc import Sequence
 DATA_SERVER, CONTROL, BESIDE, COORDINATOR = "data.connection", "net.reset", "process.peer", "jax.peer_lost"
 # Signatures of connections that may be to anybody.
 OPEN = frozenset((DATA_SERVER, CONTROL))
+# Exceptions that any layer raises: words of a connection say what they are.
+GENERAL = frozenset(f"exception.{one}" for one in ("RuntimeError", "Exception", "OSError", "IOError", "Error"))
 
 _REFUSED = re.compile(
     r"connection refused|ECONNREFUSED|\berrno:? ?111\b|was refused|actively refused"
     r"|failed to connect to (?:all addresses|any network)|connect call failed|connect(?:ion)? failure",
     re.IGNORECASE,
+)
+# A connection that did not come about for any other reason: words beside an address.
+_UNMADE = re.compile(
+    r"\b(?:timed ?out|time-?out|unable|failed|failure|cannot|could ?n[o']t|error)\b[^\n]{0,40}\b(?:connect(?:ing)?|establish)\b"
+    r"|\bconnect(?:ing|ion)?\b[^\n]{0,60}\b(?:timed ?out|time-?out|failed)\b",
+    re.IGNORECASE,
+)
+_ADDRESS = re.compile(
+    r"\b(?:tcp|grpc|ucx|tls|ipv4|ipv6)://?|\b\d{1,3}(?:\.\d{1,3}){3}:\d{2,5}\b|\(\S{1,80}, \d{2,5}\)|\b[\w.-]+:\d{4,5}\b"
 )
 # Ports by custom: etcd, Kubernetes' API server, Slurm, torch's store, Ray's; databases, queues, file systems of clusters.
 _CONTROL_PORTS = r"(?:2379|2380|6443|6817|6818|29[3-5]\d\d)"
@@ -76,6 +87,11 @@ def refused(words: str) -> bool:
     return _REFUSED.search(words) is not None
 
 
+def unmade(words: str) -> bool:
+    """Do they tell of a connection to an address that did not come about?"""
+    return refused(words) or (_UNMADE.search(words) is not None and _ADDRESS.search(words) is not None)
+
+
 def peer(words: str, frames: Sequence[tuple[str, str, str]] = ()) -> str:
     """The signature of a connection to whom words and call stack name; empty where neither does."""
     for name, pattern in _WORDS:
@@ -95,9 +111,10 @@ def meant(signature: str, words: str, frames: Sequence[tuple[str, str, str]] = (
     ``signature``: what the words alone were taken for: a connection to anybody, or an exception by its type.
     """
     turned_away = refused(words)
-    if signature not in OPEN and not (turned_away and signature.startswith("exception")):
+    lone = signature.startswith("exception") and (turned_away or (signature in GENERAL and unmade(words)))
+    if signature not in OPEN and not lone:
         return ""
     name = peer(words, frames)
     if name == BESIDE and not turned_away:  # a program's own server may answer late
         return ""
-    return name or (CONTROL if turned_away and not _SERVER.search(words) else "")
+    return name or (CONTROL if (turned_away or lone) and not _SERVER.search(words) else "")

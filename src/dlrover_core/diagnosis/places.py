@@ -14,6 +14,12 @@ _LOCAL_PATH = re.compile(
 )
 # A queue pair that cannot be connected: routes, addresses, subnets and the peer have a part in it.
 _CONNECTS = re.compile(r"\bibv_(?:modify|create)_qp\b|\b(?:Network is|Host) unreachable\b", re.IGNORECASE)
+# What was asked for, and not who was asked.
+_REQUESTED = re.compile(
+    r"\b(?:layout tasks|distribute tasks|invalid (?:account|partition|qos|time|gres|option)"
+    r"|more (?:processors|tasks) (?:requested|than)|Requested \w+ (?:count|configuration|partition)|task count)\b",
+    re.IGNORECASE,
+)
 
 
 def shared(words: str) -> bool:
@@ -24,3 +30,8 @@ def shared(words: str) -> bool:
 def between_hosts(words: str) -> bool:
     """Do they tell of a connection that could not be made?"""
     return _CONNECTS.search(words) is not None
+
+
+def requested(words: str) -> bool:
+    """Do they tell of a request that does not fit, whatever host it goes to?"""
+    return _REQUESTED.search(words) is not None

@@ -413,6 +413,8 @@ def _counted(case: _Case, root: Evidence, rule: str, history: Sequence[Evidence]
         verdict = USER
     elif root.signature == "ib.fatal" and places.between_hosts(root.text):
         action, rule = "check", f"{rule}; a path between hosts, no host of its own"
+    elif action in _TAKES_OUT and root.verdict == PLAT and places.requested(root.text):
+        action, rule = "retry", f"{rule}; what was asked for does not fit, whatever host is asked"
     elif root.signature == "disk.full" and places.shared(root.text):
         action, rule = "wait", f"{rule}; what all hosts share, and a new one would lack as well"
     elif root.signature in _ONE_OR_ALL:
