@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tools import deploy as writing
 from dlrover_backends.fake_k8s import schemas
 from dlrover_backends.k8s import masters
 from dlrover_backends.k8s.elasticjob import crd, deploy, translate
+from dlrover_backends.k8s.settings import GANGS
 
 Json = dict[str, Any]
 
@@ -97,7 +99,8 @@ def test_the_operator_may_give_what_masters_need() -> None:
     """A role can be given by those alone who have what it grants; and each object of a job can be made and deleted."""
     owner = masters.Owner(f"{translate.GROUP}/{translate.VERSION}", translate.KIND, translate.PLURAL, "a", "u")
     plan = masters.MasterPlan("ml", "a", "i", (), token="t", owner=owner, claim="c", templates={}, nodes_kept=1)
-    for rule in masters.rules(plan):
+    gangs = [rule for gang in GANGS for rule in masters.rules(dataclasses.replace(plan, backend={"gang": gang}))]
+    for rule in (*masters.rules(plan), *gangs):
         assert set(rule["verbs"]) <= granted(rule["apiGroups"][0], rule["resources"][0]), rule
     for made in masters.objects(plan):
         group, _, _ = made["apiVersion"].rpartition("/")

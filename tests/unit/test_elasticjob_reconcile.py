@@ -139,6 +139,19 @@ def test_certificates_of_etcd_reach_the_masters() -> None:
     assert outcome(Observed(kept(), before, (), RUNNING), renewed).writes == (), "its log lies on a claim"
 
 
+def test_a_gang_is_the_masters_to_make() -> None:
+    """They are told whose PodGroup, and may write it."""
+    thing = kept()
+    thing["spec"]["replicaSpecs"]["worker"]["BatchScheduler"] = "volcano"
+    makes = [one.object for one in outcome(Observed(thing)).writes if isinstance(one, Make)]
+    (container,) = makes[-1]["spec"]["template"]["spec"]["containers"]
+    backend = next(one["value"] for one in container["env"] if one["name"] == masters.BACKEND)
+    assert "gang=volcano" in backend.split(",")
+    (role,) = (one for one in makes if one["kind"] == "Role")
+    (rule,) = (one for one in role["rules"] if one["resources"] == ["podgroups"])
+    assert rule["apiGroups"] == ["scheduling.volcano.sh"]
+
+
 def test_nothing_is_written_where_all_is_so() -> None:
     """With its own last status, a job that runs costs no write."""
     thing = kept()

@@ -217,6 +217,44 @@ def test_suspending_and_scheduling_are_passed_on() -> None:
     assert made.templates["worker"]["spec"]["schedulerName"] == "volcano"
     assert "priorityClassName" not in made.templates["worker"]["spec"]
     assert any("priority '0.5' does nothing" in one for one in made.notes)
+    assert not any("PodGroup" in one for one in made.notes)
+    own["spec"]["replicaSpecs"]["worker"]["BatchScheduler"] = "yunikorn"
+    assert translate.read(own).gang == ""
+    assert any("no PodGroup is made" in one for one in translate.read(own).notes)
+
+
+@pytest.mark.parametrize(
+    ("word", "gang", "scheduler"),
+    [
+        ("native", "native", None),
+        ("volcano", "volcano", "volcano"),
+        ("coscheduling", "coscheduling", None),
+        ("scheduler-plugins-scheduler", "coscheduling", "scheduler-plugins-scheduler"),
+    ],
+)
+def test_a_batch_scheduler_starts_a_gang(word: str, gang: str, scheduler: str | None) -> None:
+    """The job's MIN nodes are one; where the gang's scheduler has its usual name, pods get it when they are made."""
+    own = job("mnist")
+    own["spec"]["replicaSpecs"]["worker"]["BatchScheduler"] = word
+    made = translate.read(own)
+    assert made.gang == gang
+    assert made.templates["worker"]["spec"].get("schedulerName") == scheduler
+    own["spec"]["replicaSpecs"]["worker"]["standby"] = 1
+    with pytest.raises(SpecError, match="standby: 1, with BatchScheduler"):
+        translate.read(own)
+    del own["spec"]["replicaSpecs"]["worker"]["standby"]
+    own["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "q"}
+    with pytest.raises(SpecError, match="Kueue admits MIN nodes as a whole"):
+        translate.read(own)
+
+
+def test_one_scheduler_starts_a_job() -> None:
+    """Two of them cannot."""
+    own = job("mnist")
+    own["spec"]["replicaSpecs"]["worker"]["BatchScheduler"] = "volcano"
+    own["spec"]["replicaSpecs"]["other"] = {**own["spec"]["replicaSpecs"]["worker"], "BatchScheduler": "native"}
+    with pytest.raises(SpecError, match="worker: volcano, other: native"):
+        translate.read(own)
 
 
 @pytest.mark.parametrize(

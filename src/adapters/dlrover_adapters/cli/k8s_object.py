@@ -43,7 +43,7 @@ def _objects(
     thing: dict[str, Any], image: str, nodes: Callable[[JobSpec], list[NodeLaunch]]
 ) -> Iterator[dict[str, Any]]:
     """What the operator makes of one, then the nodes' pods and standbys."""
-    from dlrover_backends.k8s import masters, pods, settings, standbys
+    from dlrover_backends.k8s import gangs, masters, pods, settings, standbys
     from dlrover_backends.k8s.elasticjob import reconcile, translate
     from dlrover_core.runtime.backend import sizes_of
     from dlrover_core.runtime.backends import BackendContext
@@ -71,6 +71,8 @@ def _objects(
     told = settings.read(here)
     try:
         made = [pods.manifest(here, told, one, thing, job.templates[one.group]) for one in nodes(spec)]
+        if told.gang:
+            made = gangs.before(here, told, [one.group for one in nodes(spec)], made, sizes_of(spec), thing)
         for size in sizes_of(spec):
             node, template = standbys.node_of(size), job.templates[size.name]
             made += [

@@ -141,7 +141,9 @@ def _replica() -> Json:
             "restartPolicy": _text("accepted, and does nothing"),
             "autoScale": _flag("accepted, and does nothing"),
             "priority": _text("the PriorityClass of the nodes' pods"),
-            "BatchScheduler": _text("the scheduler of the nodes' pods"),
+            "BatchScheduler": _text(
+                "the scheduler of the nodes' pods; native, volcano and coscheduling start MIN nodes together"
+            ),
             "template": {**_ANYTHING, "description": "the pod of a node, with metadata and spec"},
         },
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dlrover_backends.k8s import masters, names, queues
+from dlrover_backends.k8s import gangs, masters, names, queues
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.elasticjob import crd
 from dlrover_backends.k8s.elasticjob.translate import GROUP, OLD_GROUP, PLURAL
@@ -25,6 +25,7 @@ RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (("rbac.authorization.k8s.io",), ("roles", "rolebindings"), MAKE),
     (("networking.k8s.io",), ("networkpolicies",), MAKE),
     (("policy",), ("poddisruptionbudgets",), MAKE),
+    (tuple(one.group for one in gangs.KINDS.values()), (gangs.PLURAL,), MAKE),
     (("",), ("pods",), ("create", "delete", "patch", *READ)),
     (("",), ("pods/log",), ("get",)),
     (("",), ("events",), ("create", "patch")),

@@ -321,7 +321,7 @@ def plan_of(thing: Mapping[str, Any], job: translate.Job, settings: Settings) ->
     name = masters.name_of(job.name)
     kept = sum(one.nodes_max for one in job.groups) - 1
     queue = str((metadata.get("labels") or {}).get(kueue.QUEUE_LABEL) or "")
-    backend = {"image": "", "command": "template", "gpu": job.gpu, **({"queue": queue} if queue else {})}
+    backend = {"image": "", "command": "template", "gpu": job.gpu, "gang": job.gang, "queue": queue}
     return masters.MasterPlan(
         namespace=str(metadata["namespace"]),
         name=name,

@@ -15,11 +15,19 @@ from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.elasticjob import launchers, quantities, shapes
 from dlrover_backends.k8s.elasticjob.launchers import Command
 from dlrover_backends.k8s.elasticjob.shapes import shown
+from dlrover_backends.k8s.settings import COSCHEDULING, NATIVE, VOLCANO
 from dlrover_core.errors import SpecError
 
 GROUP, OLD_GROUP, VERSION = "elastic.iml.github.io", "elastic.ml.github.io", "v1alpha1"
 KIND = "ElasticJob"
 PLURAL = paths.PLURALS[KIND]
+GANG_SCHEDULERS: Mapping[str, str] = {
+    NATIVE: NATIVE,
+    VOLCANO: VOLCANO,
+    COSCHEDULING: COSCHEDULING,
+    "scheduler-plugins-scheduler": COSCHEDULING,
+}
+"""What `BatchScheduler` names, and whose PodGroup that scheduler heeds."""
 WORKER, MASTER, PS, PARAMETER_SERVER = "worker", "dlrover-master", "ps", "ParameterServerStrategy"
 EVALUATOR, TENSORFLOW, CLUSTER = "evaluator", "dlrover_adapters.plain.tf_config", "DLROVER_TF_CLUSTER"
 """A task that is in no cluster; what tells TensorFlow's programs of each other, and the variable that it reads."""
@@ -85,6 +93,7 @@ class Job(NamedTuple):
     suspended: is the job to pause?
     gpu:       the resource that nodes' GPUs are
     notes:     what is understood and does nothing, a line each
+    gang:      whose PodGroup lets MIN nodes start together, one of `settings.GANGS`; empty: each pod is scheduled by itself
     """
 
     name: str
@@ -94,6 +103,7 @@ class Job(NamedTuple):
     suspended: bool
     gpu: str
     notes: tuple[str, ...]
+    gang: str = ""
 
     @property
     def templates(self) -> dict[str, Json]:
@@ -125,7 +135,8 @@ def read(thing: Mapping[str, Any], lines: launchers.Lines | None = None) -> Job:
     made = [_Reader(name, key, one, spec, strategy, specs, lines).read() for key, one in specs.items()]
     for one in made:
         notes += one.notes
-    _check_standbys(thing, made)
+    gang = _gang(specs)
+    _check_standbys(thing, made, gang)
     first = next((one for one in made if one.group.name == WORKER), made[0])
     job = Job(
         name,
@@ -135,6 +146,7 @@ def read(thing: Mapping[str, Any], lines: launchers.Lines | None = None) -> Job:
         _flag(spec.get("suspend", False), "spec.suspend"),
         first.group.gpu,
         tuple(notes),
+        gang,
     )
     try:
         lines.job(job.words, f"{JOB_MOUNT}/{JOB_FILE}", job.job_file)
@@ -143,10 +155,33 @@ def read(thing: Mapping[str, Any], lines: launchers.Lines | None = None) -> Job:
     return job
 
 
-def _check_standbys(thing: Mapping[str, Any], made: list[_Read]) -> None:
-    """Raises `SpecError` where pods are to be kept warm beside a queue."""
+def _gang(specs: Mapping[str, Mapping[str, Any]]) -> str:
+    """The gangs of the job's scheduler. Raises `SpecError` where groups name several."""
+    named = {key: GANG_SCHEDULERS.get(str(one.get("BatchScheduler") or ""), "") for key, one in specs.items()}
+    found = sorted(set(filter(None, named.values())))
+    if len(found) > 1:
+        where = ", ".join(f"{key}: {specs[key]['BatchScheduler']}" for key, gang in named.items() if gang)
+        raise SpecError(
+            "spec.replicaSpecs", f"BatchScheduler of {where}: one scheduler starts a job's nodes together; name one"
+        )
+    return found[0] if found else ""
+
+
+def _check_standbys(thing: Mapping[str, Any], made: list[_Read], gang: str) -> None:
+    """Raises `SpecError` where a gang or warm pods are beside a queue, or both."""
     queue = ((thing.get("metadata") or {}).get("labels") or {}).get(kueue.QUEUE_LABEL)
+    if queue and gang:
+        raise SpecError(
+            "spec.replicaSpecs",
+            f"BatchScheduler {gang}, with the label {kueue.QUEUE_LABEL}: {queue}: Kueue admits MIN nodes as a whole; leave "
+            "one of them out",
+        )
     for one in made:
+        if gang and one.group.standby:
+            raise SpecError(
+                f"spec.replicaSpecs.{one.group.name}.standby",
+                f"{one.group.standby}, with BatchScheduler {gang}: a standby is no part of a gang; leave one of them out",
+            )
         if queue and one.group.standby:
             raise SpecError(
                 f"spec.replicaSpecs.{one.group.name}.standby",
@@ -261,7 +296,7 @@ class _Reader:
         priority, scheduler = self._replica.get("priority"), self._replica.get("BatchScheduler")
         if isinstance(priority, str) and _CLASS.fullmatch(priority):
             made.setdefault("priorityClassName", priority)
-        if scheduler not in (None, "", "default"):
+        if scheduler not in (None, "", "default", NATIVE, COSCHEDULING):
             made.setdefault("schedulerName", str(scheduler))
         return {"metadata": metadata, "spec": made}
 
@@ -431,8 +466,12 @@ class _Reader:
         priority = self._replica.get("priority")
         if priority and not _CLASS.fullmatch(str(priority)):
             yield f"{self._at}.priority {priority!r} does nothing here: all nodes of a group have one PriorityClass"
-        if self._replica.get("BatchScheduler") not in (None, "", "default"):
-            yield f"{self._at}.BatchScheduler: pods name this scheduler, and no PodGroup is made: MIN nodes are no gang yet"
+        scheduler = self._replica.get("BatchScheduler")
+        if scheduler not in (None, "", "default") and str(scheduler) not in GANG_SCHEDULERS:
+            yield (
+                f"{self._at}.BatchScheduler: pods name this scheduler, and no PodGroup is made: MIN nodes are a gang with "
+                f"{', '.join(GANG_SCHEDULERS)}"
+            )
         if command.hidden and command.launcher is None:
             yield f"{self._at}: the command runs a shell script, which must run {launchers.OURS} itself"
         for name, why in launchers.ELSEWHERE.items():
