@@ -46,18 +46,22 @@ class Pods:
         finally:
             following.cancel()
 
-    async def _look(self, type_: str, pod: dict[str, Any]) -> None:
+    def machine(self, pod: dict[str, Any]) -> NodeLaunch:
+        """What a pod is on the platform: a machine named as the node."""
         notes = pod["metadata"]["annotations"]
         name, node = notes[names.NOTE_NAME], notes[names.NOTE_NODE]
+        place, _, incarnation = node.rpartition("-")
+        return NodeLaunch(name, node, group_of(node), int(place.rpartition("-")[2]), int(incarnation), 1, ())
+
+    async def _look(self, type_: str, pod: dict[str, Any]) -> None:
+        made = self.machine(pod)
         if type_ == "DELETED":
-            await self.platform.stop(name, 0)
+            await self.platform.stop(made.name, 0)
         elif pod["metadata"].get("deletionTimestamp"):
-            await self.platform.stop(name, float(pod["metadata"]["deletionGracePeriodSeconds"]))
-        elif name not in self._started:
-            self._started[name] = pod["metadata"]["name"]
-            place, _, incarnation = node.rpartition("-")
-            index = int(place.rpartition("-")[2])
-            await self.platform.start(name, NodeLaunch(name, node, group_of(node), index, int(incarnation), 1, ()))
+            await self.platform.stop(made.name, float(pod["metadata"]["deletionGracePeriodSeconds"]))
+        elif made.name not in self._started:
+            self._started[made.name] = pod["metadata"]["name"]
+            await self.platform.start(made.name, made)
 
     async def _report(self) -> None:
         version, machines = self.platform.snapshot()
@@ -69,12 +73,18 @@ class Pods:
 
     async def _told(self, machine: Any) -> None:
         pod = self._started.get(machine.name)
-        if pod is None or machine.phase == "pending":
+        if pod is None:
             return
         path = f"{PODS}/{pod}"
         now = await self.api.ask("GET", path)
         if machine.phase in OVER and now["metadata"].get("deletionTimestamp"):
             await self.api.ask("DELETE", path, body={"gracePeriodSeconds": 0})
+            return
+        if machine.waits:
+            unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
+            status = {"phase": "Pending", "conditions": [unscheduled]}
+            await self.api.ask("PATCH", f"{path}/status", body={"status": status})
+        if machine.phase == "pending":
             return
         if not now["spec"].get("nodeName"):
             await self.api.ask("POST", f"{path}/binding", body={"target": {"name": machine.host or "host"}})

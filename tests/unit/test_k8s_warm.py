@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from k8s_inside import EPOCH, Inside
-from k8s_virtual import OVER, PODS, _status
+from k8s_virtual import PODS, Pods
 
 from dlrover_backends.k8s import claims, names, standbys
 from dlrover_backends.k8s.client import KubernetesBackend
-from dlrover_backends.k8s.errors import ApiError, Busy, Conflict, Request
+from dlrover_backends.k8s.errors import Busy, Conflict, Request
 from dlrover_backends.k8s.warm import DEAF_S, FENCE_S
 from dlrover_core import BackendContext
 from dlrover_core.errors import LaunchRefused
@@ -61,59 +60,15 @@ class Warmed(Cluster):
         return self.training
 
 
-class Kubelet:
-    """Lets each pod be a machine of its own name."""
+class Kubelet(Pods):
+    """Lets each pod be a machine of its own name, a standby's too."""
 
-    def __init__(self, api: Inside, cluster: Cluster) -> None:
-        self.api, self.platform = api, cluster.platform
-        self._started: set[str] = set()
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        following = asyncio.ensure_future(self._report())
-        listed = await self.api.ask("GET", PODS)
-        query = {"resourceVersion": listed["metadata"]["resourceVersion"], "timeoutSeconds": "1000000"}
-        try:
-            async for event in self.api.watch(PODS, query, 0.0):
-                await self._look(event["type"], event["object"])
-        finally:
-            following.cancel()
-
-    async def _look(self, type_: str, pod: dict[str, Any]) -> None:
-        name = pod["metadata"]["name"]
-        if type_ == "DELETED":
-            await self.platform.stop(name, 0)
-        elif pod["metadata"].get("deletionTimestamp"):
-            await self.platform.stop(name, float(pod["metadata"]["deletionGracePeriodSeconds"]))
-        elif name not in self._started:
-            self._started.add(name)
-            node = pod["metadata"]["annotations"].get(names.NOTE_NODE) or standbys.seat_of(pod)
-            avoid = tuple(filter(None, pod["metadata"]["annotations"].get(names.NOTE_AVOID, "").split(",")))
-            await self.platform.start(name, NodeLaunch(name, node, "worker", 0, 0, 1, avoid))
-
-    async def _report(self) -> None:
-        version, machines = self.platform.snapshot()
-        for machine in machines:
-            await self._told(machine)
-        async for machine in self.platform.changes(version):
-            with contextlib.suppress(ApiError):
-                await self._told(machine)
-
-    async def _told(self, machine: Any) -> None:
-        path = f"{PODS}/{machine.name}"
-        now = await self.api.ask("GET", path)
-        if machine.phase in OVER and now["metadata"].get("deletionTimestamp"):
-            await self.api.ask("DELETE", path, body={"gracePeriodSeconds": 0})
-            return
-        if machine.waits:
-            unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
-            status = {"phase": "Pending", "conditions": [unscheduled]}
-            await self.api.ask("PATCH", f"{path}/status", body={"status": status})
-        if machine.phase == "pending":
-            return
-        if not now["spec"].get("nodeName"):
-            await self.api.ask("POST", f"{path}/binding", body={"target": {"name": machine.host or "host"}})
-        await self.api.ask("PATCH", f"{path}/status", body={"status": _status(machine)})
+    def machine(self, pod: dict[str, Any]) -> NodeLaunch:
+        """What a pod is on the platform."""
+        notes = pod["metadata"]["annotations"]
+        node = notes.get(names.NOTE_NODE) or standbys.seat_of(pod)
+        avoid = tuple(filter(None, notes.get(names.NOTE_AVOID, "").split(",")))
+        return NodeLaunch(pod["metadata"]["name"], node, "worker", 0, 0, 1, avoid)
 
 
 class Stage:
@@ -172,7 +127,7 @@ def tell(
         spec = JobSpec("warm", (GroupSpec(nodes_min=2, nodes_max=2, nproc=1, standby=standby, memory_mib=memory_mib),))
         cluster = Warmed(spec, training=Training(10**6, step_s=0.1), backend=made, hosts=hosts)
         async with cluster:
-            kubelet = asyncio.ensure_future(Kubelet(api, cluster).run())
+            kubelet = asyncio.ensure_future(Kubelet(api, cluster.platform).run())
             try:
                 await story(Stage(cluster, api))
             finally:
