@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import dlrover
+from commands import said
 from running import BIN, SCRIPTS, WITHOUT_TORCH, eventually
 from tools.etcd_cluster import Cluster
 
 from dlrover_backends.fake_k8s import Ground, account
 
 BOUND_S = 90.0
-COMMANDS = {
-    "dlrover-run": (str(BIN / "dlrover-run"),),
-    "kubectl-dlrover": (sys.executable, "-m", "dlrover_adapters.cli.kubectl"),
-}
 MADE = (
     ("pods", ""),
     ("secrets", ""),
@@ -45,22 +39,7 @@ class Detached:
     def says(self, command: str, *words: str, status: int | None = 0) -> str:
         """What a command prints; it must end with this status, if one is given."""
         env = {**os.environ, "KUBECONFIG": str(self.config), "DLROVER_TOKEN": ""}
-        if command == "dlrover":
-            done = dlrover(words, env, self.folder)
-        else:
-            done = subprocess.run(
-                [*COMMANDS[command], *words],
-                env=env,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=BOUND_S,
-                check=False,
-            )
-        said = done.stdout + done.stderr
-        assert status in {None, done.returncode}, f"{command} {' '.join(words)}: {done.returncode}\n{said}"
-        return said
+        return said(command, words, env, self.folder, status)
 
     def start(self, *log: str) -> str:
         """Start it, with a log elsewhere than on the claim if one is named; what `dlrover-run` says."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import dlrover
+from commands import dlrover, said
 from running import BIN, SCRIPTS, WITHOUT_TORCH, eventually
 from tests.integration.ray_grounds import RayGround, parent_of, processes_of, ray_ground
 from tools.etcd_cluster import Cluster
@@ -38,22 +38,7 @@ class Detached:
 
     def says(self, command: str, *words: str, status: int | None = 0) -> str:
         """What a command prints; it must end with this status, if one is given."""
-        if command == "dlrover":
-            done = dlrover(words, self.env, self.folder)
-        else:
-            done = subprocess.run(
-                [str(BIN / command), *words],
-                env=self.env,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=BOUND_S,
-                check=False,
-            )
-        said = done.stdout + done.stderr
-        assert status in {None, done.returncode}, f"{command} {' '.join(words)}: {done.returncode}\n{said}"
-        return said
+        return said(command, words, self.env, self.folder, status)
 
     def start(self, job: str, *more: str, status: int = 0) -> str:
         """Start a detached job; what `dlrover-run` says."""

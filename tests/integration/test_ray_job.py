@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import BIN, SCRIPTS, Job, eventually
+from commands import dlrover
+from running import SCRIPTS, Job, eventually
 from tests.integration.ray_grounds import RayGround, desk_of, keeper_of, parent_of, processes_of, ray_ground
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
@@ -31,13 +31,7 @@ def job_of(ground: RayGround, folder: Path, *more: str, resources: str = "CPU=1"
 
 def dlrover_ray(ground: RayGround, *words: str) -> str:
     """What ``dlrover ray`` says."""
-    done = subprocess.run(
-        [str(BIN / "dlrover"), "ray", *words, "--ray-address", ground.address],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = dlrover(["ray", *words, "--ray-address", ground.address])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

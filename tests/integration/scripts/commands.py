@@ -41,6 +41,33 @@ def dlrover(
         return subprocess.CompletedProcess(["dlrover", *words], code, out.read_text(), err.read_text())
 
 
+def said(
+    command: str,
+    words: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Path,
+    status: int | None = 0,
+    bound_s: float = BOUND_S,
+) -> str:
+    """What a command of ours prints on either stream; it must end with this ``status``, if one is given."""
+    if command == "dlrover":
+        done = dlrover(words, env, cwd)
+    else:
+        done = subprocess.run(
+            [str(Path(sys.executable).with_name(command)), *words],
+            env=env,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=BOUND_S,
+            check=False,
+        )
+    told = done.stdout + done.stderr
+    assert status in {None, done.returncode}, f"{command} {' '.join(words)}: {done.returncode}\n{told}"
+    return told
+
+
 def _run(words: list[str], environment: dict[str, str], out: str, err: str, cwd: Path | None) -> None:
     """The whole life of the forked process."""
     if cwd is not None:
