@@ -103,10 +103,13 @@ def ground(hosts: int) -> Iterator[Ground]:
 
 @contextlib.contextmanager
 def ray_job(launcher: str, cluster: Ground | None, nodes: str, *options: str) -> Iterator[Job]:
-    """The loop under a launcher, with ``nodes`` (``MIN:MAX``) of one worker each. No cluster: our local backend, two nodes."""
+    """The loop under a launcher, with ``nodes`` (``MIN:MAX``) of one worker each. No cluster: our local backend, two nodes.
+
+    ``options``: more for our launcher in a cluster
+    """
 
     def make(folder: Path) -> Job:
-        job = Job(OURS, folder, options, script=SCRIPT)
+        job = Job(OURS, folder, (), script=SCRIPT)
         script = job.command[job.command.index(str(SCRIPT)) :]
         if cluster is None:
             job.command = [*job.command[:5], "--local-nodes", "2", "--nproc-per-node", "1", *script]
@@ -116,7 +119,7 @@ def ray_job(launcher: str, cluster: Ground | None, nodes: str, *options: str) ->
             job.env = {"RAY_ADDRESS": cluster.address, "RAY_TRAIN_V2_ENABLED": "1", **_peers_path()}
             return job
         ours = ("--backend", "ray", "--ray-address", cluster.address, "--resources", "CPU=1", "--bind", "127.0.0.1")
-        job.command = [*job.command[:5], *ours, "--nnodes", nodes, "--nproc-per-node", "1", *script]
+        job.command = [*job.command[:5], *ours, "--nnodes", nodes, "--nproc-per-node", "1", *options, *script]
         return job
 
     with kept(make) as job:

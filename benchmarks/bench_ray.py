@@ -7,7 +7,8 @@ workers write.
 
 - failing: from the command, with the cluster there, to the first step of both ranks; then SIGKILL to a worker's process, whose
   actor lives on (beside it the same with our local backend; Ray Train's worker is its actor); then SIGKILL to an actor's process;
-- raylet: SIGKILL to the raylet of a rank's host, with a third host idle; until two ranks step again;
+- raylet: SIGKILL to the raylet of a rank's host, with a third host idle; until two ranks step again. Ours once more with
+  ``--standby 1``, whose agent answers from the third host;
 - drain: a rank's host is drained with a notice, a third host is idle, and the raylet is killed at the deadline. Counted are steps
   that were made twice, and the longest time without a step;
 - room: a job of 1 to 2 nodes has one; a second host comes; until both ranks step;
@@ -33,7 +34,9 @@ from _bench import BROKEN, RESULTS, Result, Row, options, say
 from _jobs import OURS, Broken, Job
 from _ray import LOCAL, TRAIN, Ground, above, ground, lost, now, ray_job, stepping, stopped_for
 
+from dlrover_adapters.http.client import fetch_status
 from dlrover_core import BackendContext, Listed
+from dlrover_core.errors import CoreError
 from dlrover_core.testing.backend_stand import make_launch
 
 MEASURES = (
@@ -45,7 +48,7 @@ MEASURES = (
     "src/dlrover_core/runtime",
 )
 
-WORKER_S, HALF, START, DRAIN, ROOM, CORE = 0.1, 0.5, 1.0, 0.3, 0.3, 5.0
+WORKER_S, HALF, WARM, START, DRAIN, ROOM, CORE = 0.1, 0.5, 0.25, 1.0, 0.3, 0.3, 5.0
 CALM_STEPS = 20
 BACK_LIMIT_S, ROOM_LIMIT_S = 90.0, 150.0
 SETTLE_S = 2.0
@@ -117,11 +120,30 @@ def local(_: str) -> dict[str, float]:
 
 
 def raylet(launcher: str) -> dict[str, float]:
-    """A raylet is killed; there is room elsewhere."""
-    with ground(3) as cluster, ray_job(launcher, cluster, "1:2") as job:
+    """A raylet is killed; there is room elsewhere, and then a warm node of ours."""
+    found = {"raylet": _raylet(launcher)}
+    if launcher == OURS:
+        found["warm"] = _raylet(launcher, "--standby", "1")
+    return found
+
+
+def _raylet(launcher: str, *options: str) -> float:
+    with ground(3) as cluster, ray_job(launcher, cluster, "1:2", *options) as job:
         before = calm(job, 2, set())
+        if options:
+            job.until(lambda _: standbys(job) == 1, 0.2)
         at = float(cluster.order("kill", host=victim(job, cluster)))
-        return {"raylet": back(job, 2, before, at)}
+        return back(job, 2, before, at)
+
+
+def standbys(job: Job) -> int:
+    """How many agents wait for the place of a dead node."""
+    settings = json.loads((job.folder / "jobs" / "bench" / "settings.json").read_text())
+    try:
+        told = asyncio.run(fetch_status(settings["masters"][0], job.token, timeout_s=2.0))
+    except CoreError:
+        return 0
+    return int(told["standbys"])
 
 
 def victim(job: Job, cluster: Ground) -> str:
@@ -259,6 +281,9 @@ def rows(found: dict[str, dict[str, list[float]]], chosen: argparse.Namespace) -
         made.append(Row("killed worker to next step; peer the local backend", "s", ours["worker"], ours["local"]))
     add("killed actor to next step", "actor", HALF, of="ratio")
     add("SIGKILLed raylet to next step of 2 nodes, a third host idle", "raylet", HALF, of="ratio")
+    if ours.get("warm"):
+        what = "SIGKILLed raylet to next step of 2 nodes, with a warm node of ours"
+        made.append(Row(what, "s", ours["warm"], peer.get("raylet", ()), WARM, of="ratio"))
     note = f"host drained with {chosen.notice:g} s notice"
     add(f"{note}: steps lost", "drain-lost", 0.0, "steps")
     add(f"{note}: longest time without a step", "drain-stood", DRAIN, of="ratio")
