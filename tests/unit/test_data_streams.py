@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from toy_streams import Toy, ToyStand, fill
 
-from dlrover_adapters.agent.slot import StepSlot
 from dlrover_adapters.data import Reader, fingerprint_of
 from dlrover_adapters.data import folder_stream as folders
 from dlrover_adapters.data.folder_stream import LIST, PARTITION, FolderStream
 from dlrover_adapters.data.following import Followed
-from dlrover_adapters.torch import ElasticStream, steps
-from dlrover_adapters.torch.slot import Slot
+from dlrover_adapters.torch import ElasticStream
 from dlrover_core.data.streams import (
     ENDLESS,
     AccessRefused,
     Extent,
     Message,
-    OffsetAhead,
     OffsetGone,
     SegmentChanged,
     Stream,
     StreamError,
     StreamGone,
     StreamUnavailable,
-    UnknownPartition,
 )
-from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.errors import SpecError
 from dlrover_core.testing import stream_conformance
 from dlrover_core.testing.stream_conformance import StreamConformance
@@ -91,88 +85,6 @@ class TestFolder(StreamConformance):
     def make_stand(self) -> Iterator[FolderStand]:
         """A new folder."""
         yield FolderStand(self.folder)
-
-
-class Toy:
-    """A stream in one file of JSON: the first offset that is left, and the messages."""
-
-    name, fingerprint = "toy", "toy:1"
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def told(self) -> tuple[int, list[int]]:
-        """First offset, messages."""
-        first, values = json.loads(self.path.read_text())
-        return first, values
-
-    def extents(self) -> Mapping[str, Extent]:
-        """Of the one partition."""
-        first, values = self.told()
-        return {"a": Extent(first, first + len(values))}
-
-    def read(self, partition: str, offset: int, most: int, wait_s: float) -> Sequence[Message]:
-        """As the port says; it looks all the time."""
-        if partition != "a":
-            raise UnknownPartition(partition)
-        ended = threading.Event()
-        timer = threading.Timer(wait_s, ended.set)
-        timer.start()
-        try:
-            while True:
-                over = ended.is_set() or not wait_s
-                first, values = self.told()
-                if offset < first:
-                    raise OffsetGone(self.name, partition, offset, first)
-                if offset > first + len(values):
-                    raise OffsetAhead(self.name, partition, offset, first + len(values))
-                some = values[offset - first : offset - first + most]
-                if some or over:
-                    return [Message(offset + at, value) for at, value in enumerate(some)]
-        finally:
-            timer.cancel()
-
-    def commit(self, offsets: Mapping[str, int], /) -> None:
-        """Nobody to tell."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class ToyStand:
-    """A toy and how to write to it."""
-
-    partition = "a"
-
-    def __init__(self, path: Path, kind: type[Toy]) -> None:
-        self.path, self.kind, self.written = path, kind, 0
-        self._put(0, [])
-        self.stream: Stream = kind(path)
-
-    def _put(self, first: int, values: list[int]) -> None:
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps([first, values]))
-        part.rename(self.path)
-
-    def write(self, count: int) -> None:
-        """Append."""
-        first, values = Toy(self.path).told()
-        self._put(first, values + list(range(self.written, self.written + count)))
-        self.written += count
-
-    def values(self, messages: Sequence[Message]) -> list[int]:
-        """They are numbers."""
-        return [one.value for one in messages]
-
-    def another(self) -> Stream:
-        """Another reader."""
-        return self.kind(self.path)
-
-    def trim(self) -> bool:
-        """The oldest two go."""
-        first, values = Toy(self.path).told()
-        self._put(first + 2, values[2:])
-        return True
 
 
 class GroupOffsets(Toy):
@@ -267,16 +179,6 @@ def test_the_kit(kind: type[Toy], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert failed == set()
     elif kind is not Hasty:  # which reads the message if it was written first
         assert failed >= BROKEN[kind]
-
-
-# The folder.
-
-
-def fill(folder: Path, name: str, *values: int) -> Path:
-    """A file of JSONL."""
-    path = folder / name
-    path.write_text("".join(f"{one}\n" for one in values))
-    return path
 
 
 def test_files_keep_their_order(tmp_path: Path) -> None:
@@ -516,92 +418,3 @@ def test_streams_that_have_no_one_order(tmp_path: Path, monkeypatch: pytest.Monk
     assert source[2] == 2
     with pytest.raises(StreamError, match="offset 3 was left out, 4 comes next: streams with holes"):
         source[3]
-
-
-def test_waiting_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Who waits long says for what."""
-    monkeypatch.setattr("dlrover_adapters.data.following.TOLD_S", 0.0)
-    monkeypatch.setattr("dlrover_adapters.data.following.WAIT_S", 0.0)
-    stream = FolderStream(tmp_path)
-    source, found = Followed(stream), []
-    thread = threading.Thread(target=lambda: found.append(source[0]))
-    thread.start()
-    while "waited for offset 0 of partition 0" not in capsys.readouterr().err:
-        assert thread.is_alive()
-    fill(tmp_path, "a.tmp", 7).rename(tmp_path / "a.jsonl")
-    thread.join(60)
-    assert found == [7]
-
-
-# Waiting, as the agent sees it.
-
-
-class Pulses(Toy):
-    """Is quiet for three reads, and notes what the agent sees after so many seconds of silence."""
-
-    def __init__(self, path: Path, agents: StepSlot) -> None:
-        super().__init__(path)
-        self.agents, self.seen = agents, list[Pulse]()
-
-    def read(self, partition: str, offset: int, most: int, wait_s: float) -> Sequence[Message]:
-        """At the fourth time."""
-        self.seen.append(self.agents.pulse(0, int(time.monotonic() * 1_000_000)))
-        return [Message(offset, 7)] if len(self.seen) > 3 else []
-
-
-@pytest.fixture
-def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pulses, steps.StepSignal]]:
-    """This process is a worker, which made its newest step an hour ago; a machine's clock begins at 0 when it starts."""
-    clock = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + 7200)
-    agents = StepSlot()
-    signal = steps.StepSignal(1, 0, str(tmp_path / "none.sock"), agents.fd)
-    assert signal.slot is not None
-    hour_ago_us = int((time.monotonic() - 3600) * 1_000_000)
-    signal.slot.step(1, hour_ago_us - 1_000_000)
-    signal.slot.step(2, hour_ago_us)
-    monkeypatch.setattr(steps, "_signal", signal)
-    ToyStand(tmp_path / "toy", Toy)
-    yield Pulses(tmp_path / "toy", agents), signal
-    agents.close()
-
-
-def test_waiting_for_a_stream_is_no_hang(worker: tuple[Pulses, steps.StepSignal]) -> None:
-    """It is a phase, which each part of the wait begins anew, and which ends with it."""
-    stream, _ = worker
-    assert Followed(stream)[0] == 7
-    assert [one.phase for one in stream.seen] == [3] * 4
-    assert max(one.idle_us for one in stream.seen) < 60_000_000
-    after = stream.agents.pulse(0, int(time.monotonic() * 1_000_000))
-    assert (after.phase, after.step) == (0, 2)
-    assert after.idle_us < 60_000_000
-
-
-def test_a_loader_process_waits_for_its_worker(
-    worker: tuple[Pulses, steps.StepSignal], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A forked child's wait is seen in the worker's slot; one that has outlived the worker says nothing."""
-    stream, signal = worker
-    assert signal.slot is not None
-    slot = Slot(stream.agents.fd)
-    monkeypatch.setattr(steps, "_signal", None)
-    monkeypatch.setattr(steps, "_parents", (os.getppid() + 1, slot))
-    assert Followed(stream)[0] == 7
-    assert min(one.idle_us for one in stream.seen) > 3_000_000_000
-    monkeypatch.setattr(steps, "_parents", (os.getppid(), slot))
-    stream.seen.clear()
-    assert Followed(stream)[0] == 7
-    assert max(one.idle_us for one in stream.seen) < 60_000_000
-    signal.slot.step(3, int((time.monotonic() + 100) * 1_000_000))
-    assert stream.agents.pulse(0, int((time.monotonic() + 140) * 1_000_000)).idle_us == pytest.approx(40e6, abs=5e6)
-
-
-def test_a_fork_of_the_worker_may_say_that_it_waits(worker: tuple[Pulses, steps.StepSignal]) -> None:
-    """The child of a real fork has the worker's slot."""
-    stream, _ = worker
-    child = os.fork()
-    if not child:
-        steps._forked()
-        os._exit(0 if Followed(stream)[0] == 7 and stream.seen[-1].idle_us < 60_000_000 else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert stream.agents.pulse(0, int(time.monotonic() * 1_000_000)).idle_us < 60_000_000

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgpack
 import pytest
 from drive import Drive
+from promised import BLANK, blank, over, relaunched, restarted, running, show, shown, waiting
 
 from dlrover_core.data.cut import Place, pack
 from dlrover_core.diagnosis import ladder
 from dlrover_core.job import (
     checkpoints,
-    hosts,
     incidents,
     job,
     nodes,
@@ -29,66 +28,14 @@ from dlrover_core.job import (
     silence,
     world,
 )
-from dlrover_core.job.state import CODEC, JobState
-from dlrover_core.kernel.engine import STRANGERS_MAX, CommandFailed, CommandRefused, Sender
-from dlrover_core.kernel.events import Event, Origin, Record
+from dlrover_core.job.state import CODEC
+from dlrover_core.kernel.engine import CommandFailed
+from dlrover_core.kernel.events import Origin, Record
 from dlrover_core.rules import queueing as queueing_rules
-from dlrover_core.rules.model import MODEL
-from dlrover_core.sim.faults import Fault
-from dlrover_core.sim.run import Broken
-from dlrover_core.sim.scenario import Scenario
 from dlrover_core.spec import GroupSpec
 from dlrover_core.testing import invariants
-from dlrover_core.testing.promises import Promise, Together
 
 HISTORIES = sorted((Path(__file__).parent / "histories").glob("*.msgpack"))
-Shown = Callable[[Record], Record]
-BLANK = "nobody"
-
-
-def blank(drive: Drive) -> Drive:
-    """A command is refused: a record in whose place anything else can be shown."""
-    drive.do(nodes.ReportLeft(BLANK))
-    assert drive.names() == ["CommandRefused"]
-    return drive
-
-
-def shown(records: list[Record], show: Shown) -> set[str]:
-    """Which promises break first, when they are shown this instead. The state is that of the true history.
-
-    But for the reference: that one notices that the state is of another history, whatever the difference.
-    """
-    promises = [cls() for cls in invariants.OF_LOGS if cls is not invariants.Reference]
-    state = MODEL.new()
-    for record in records:
-        MODEL.apply(state, record)
-        broken = {promise.name for promise in promises if _breaks(promise, state, show(record))}
-        if broken:
-            return broken
-    return {promise.name for promise in promises if _ends_badly(promise, state)}
-
-
-def _breaks(promise: Promise, state: JobState, record: Record) -> bool:
-    try:
-        promise(state, record)
-    except AssertionError:
-        return True
-    return False
-
-
-def _ends_badly(promise: Promise, state: JobState) -> bool:
-    try:
-        promise.end(SimpleNamespace(state=state, outcome=state.job.state, events=state.seq))
-    except AssertionError:
-        return True
-    return False
-
-
-def instead(records: list[Record], fact: Event, origin: Origin | None = None, **more: Any) -> set[str]:
-    """What breaks when the last blank is this event."""
-    place = max(record.seq for record in records if isinstance(record.event, CommandRefused))
-    changes = {"event": fact, "origin": origin, **more}
-    return shown(records, lambda record: record._replace(**changes) if record.seq == place else record)
 
 
 def altered(records: list[Record], cls: type, nth: int = -1, **fields: Any) -> set[str]:
@@ -104,22 +51,6 @@ def altered(records: list[Record], cls: type, nth: int = -1, **fields: Any) -> s
 def moved(records: list[Record], place: int, **fields: Any) -> set[str]:
     """What breaks when a record has another place."""
     return shown(records, lambda record: record._replace(**fields) if record.seq == place else record)
-
-
-# ---- the histories
-
-
-def running() -> Drive:
-    """Two nodes train; their agents number what they say."""
-    return blank(Drive(numbered=True).up())
-
-
-def restarted() -> Drive:
-    """A worker died, everybody was restarted, and training goes on."""
-    drive = Drive(numbered=True).up()
-    drive.wait(60)
-    drive.exit("worker-1-0", 3, step=60)
-    return blank(drive.run(61))
 
 
 def salvaged() -> Drive:
@@ -170,25 +101,6 @@ def drained(drive: Drive) -> Drive:
     """A person wants a node's host free, at once."""
     drive.do(operations.DrainNode("worker-0-0", "maintenance"))
     return drive
-
-
-def relaunched() -> Drive:
-    """A node died twice and has its third incarnation."""
-    drive = Drive(numbered=True).up()
-    for number in range(2):
-        drive.wait(60)
-        drive.observe(f"worker-1-{number}", "failed", -9)
-        drive.observe(f"worker-1-{number}", "gone")
-        drive.join(f"worker-1-{number + 1}")
-        drive.run(61 + number)
-    return blank(drive)
-
-
-def waiting() -> Drive:
-    """A node died, and its successor is not there yet: there is no world."""
-    drive = Drive(numbered=True).up()
-    drive.observe("worker-1-0", "failed", -9)
-    return blank(drive)
 
 
 def queued() -> Drive:
@@ -261,14 +173,6 @@ def unnoticed() -> Drive:
     drive.wait(0)
     assert drive.world.active
     return drive
-
-
-def over() -> Drive:
-    """The job has succeeded."""
-    drive = restarted()
-    for node in ("worker-0-0", "worker-1-0"):
-        drive.say(world.ReportFinished(node, 2))
-    return blank(drive)
 
 
 def _booted_anew() -> Drive:
@@ -374,11 +278,6 @@ class Case(NamedTuple):
 def form(**fields: Any) -> Callable[[list[Record]], set[str]]:
     """What breaks when the second world is another one."""
     return lambda records: altered(records, world.WorldFormed, 1, **fields)
-
-
-def show(fact: Event, origin: Origin | None = None) -> Callable[[list[Record]], set[str]]:
-    """What breaks when this is in the blank's place."""
-    return lambda records: instead(records, fact, origin)
 
 
 def change(cls: type, nth: int = -1, **fields: Any) -> Callable[[list[Record]], set[str]]:
@@ -559,176 +458,3 @@ def test_every_promise_is_broken_once() -> None:
     """There is no promise that nothing here breaks."""
     beside = {"reference", "liveness", "slices", "addresses"}  # here below, in test_slices.py and test_clusters.py
     assert {case.promise for case in CASES.values()} | beside == {cls.name for cls in invariants.DEFAULT}
-
-
-@pytest.mark.parametrize(
-    ("hurt", "fact"),
-    [
-        (lambda state: state.senders["worker-0-0"].replies.extend([(1, "")] * 99), None),
-        (lambda state: state.senders.update({f"s/{n}": Sender(1, 1, []) for n in range(STRANGERS_MAX + 9)}), None),
-        (
-            lambda state: state.hosts.hosts.update({f"h{n}": hosts.HostMemory() for n in range(2000)}),
-            hosts.HostQuarantined("h", 9, ""),
-        ),
-        (lambda state: state.world.offers.update({"worker-0-0": ("a",) * 9}), world.StoreOffered("worker-0-0", "a")),
-    ],
-    ids=["replies", "senders", "quarantine", "stores"],
-)  # fmt: skip
-def test_what_is_remembered_is_bounded(hurt: Callable[[JobState], None], fact: Event | None) -> None:
-    """A state that remembers too much of something breaks the promise that it is bounded."""
-    drive = running()
-    promise = invariants.Bounded()
-    record = drive.records[-1]._replace(origin=Origin("worker-0-0", 7, 99), seq=16 * 9)
-    promise(drive.state, record)
-    hurt(drive.state)
-    with pytest.raises(AssertionError):
-        promise(drive.state, record if fact is None else record._replace(event=fact))
-
-
-def test_an_hour_writes_so_much_and_no_more() -> None:
-    """Bytes of log and generations per hour have bounds, counted anew each hour."""
-
-    class Tight(invariants.Bounded):
-        BYTES_PER_HOUR, BYTES_PER_NODE_HOUR = 0, 300
-
-    class Steady(invariants.Bounded):
-        GENERATIONS_PER_HOUR = 2
-
-    drive = relaunched()
-    with pytest.raises(Broken, match="bytes of log in this hour"):
-        invariants.watched(drive.records, Tight)
-    with pytest.raises(Broken, match="3 generations this hour"):
-        invariants.watched(drive.records, Steady)
-
-
-@pytest.mark.parametrize(
-    "hurt",
-    [
-        lambda state: setattr(state.nodes.nodes["worker-0-0"], "joined", False),
-        lambda state: state.nodes.nodes.pop("worker-0-0"),
-        lambda state: setattr(state.nodes.tally, "alive", 7),
-        lambda state: state.nodes.tally.ready.update(worker=1),
-        lambda state: state.nodes.tally.loose.add("worker-0-0"),
-        lambda state: state.nodes.tally.given_up.setdefault("worker", set()).add(1),
-        lambda state: setattr(state.world.worlds["worker"], "active", False),
-        lambda state: state.world.worlds["worker"].places.update({"worker-9-0": 9}),
-        lambda state: state.world.worlds["worker"].finished.append("worker-0-0"),
-        lambda state: state.world.offers.pop("worker-0-0"),
-    ],
-    ids=["joined", "gone", "alive", "ready", "loose", "given up", "active", "places", "finished", "offers"],
-)
-def test_the_reference_finds_what_differs(hurt: Callable[[Any], object]) -> None:
-    """A node, a count or a world of the real state that says something else than the plain one is found."""
-    drive = restarted()
-    promise = invariants.Reference()
-    state = MODEL.new()
-    for record in drive.records:
-        MODEL.apply(state, record)
-        promise(state, record)
-    assert state.nodes.tally.alive == 2
-    assert len(state.world.worlds["worker"].places) == 2
-    promise.end(SimpleNamespace(state=state))
-    hurt(state)
-    with pytest.raises(AssertionError):
-        promise.end(SimpleNamespace(state=state))
-
-
-def test_the_reference_looks_every_so_often() -> None:
-    """It need not wait for the end: what differs is found while the job runs."""
-
-    class Eager(invariants.Reference):
-        every = 1
-
-    def miscounted(state: JobState, _record: Record) -> None:
-        state.nodes.tally.alive = 5
-
-    with pytest.raises(Broken, match=r"reference: at .* is counted, and should be"):
-        invariants.watched(restarted().records, miscounted, Eager)
-
-
-def _run_of(drive: Drive, virtual_s: float, *struck: tuple[Fault, int]) -> Any:
-    plan = SimpleNamespace(scenario=Scenario())
-    return SimpleNamespace(
-        records=drive.records,
-        state=drive.state,
-        plan=plan,
-        virtual_s=virtual_s,
-        struck=list(struck),
-        outcome="succeeded",
-    )
-
-
-def _lives(run: Any, within_s: float) -> bool:
-    class Quick(invariants.Liveness):
-        pass
-
-    Quick.within_s = within_s
-    promise, state = Quick(), MODEL.new()
-    for record in run.records:
-        MODEL.apply(state, record)
-        promise(state, record)
-    return not _ends_badly_with(promise, run)
-
-
-def _ends_badly_with(promise: Promise, run: Any) -> bool:
-    try:
-        promise.end(run)
-    except AssertionError:
-        return True
-    return False
-
-
-def test_liveness() -> None:
-    """A job that does not train again in time is not alive: counted from the end of the last fault, unless it is suspended."""
-    stuck = waiting()
-    died = next(record.seq for record in stuck.records if isinstance(record.event, nodes.NodeFailed))
-    assert _lives(_run_of(stuck, 10.0), 20.0)
-    assert not _lives(_run_of(stuck, 30.0), 20.0)
-    assert not _lives(_run_of(stuck, 10_000.0), 0.0), "every patience of the spec together is not as long"
-    assert _lives(_run_of(stuck, 30.0, (Fault("step 1", "kill_host", 1, 15.0), died)), 20.0)
-    assert not _lives(_run_of(stuck, 60.0, (Fault("step 1", "kill_host", 1, 15.0), died)), 20.0)
-    paused = running()
-    paused.do(job.SuspendJob("for long"))
-    assert _lives(_run_of(paused, 1e6), 20.0)
-    assert _lives(_run_of(over(), 1e6), 20.0)
-
-
-def test_invariants_of_users() -> None:
-    """A function, a class, and tuples of them are all asked; what breaks is named with the record and the event."""
-
-    def nobody_leads(state: JobState, record: Record) -> None:
-        assert state.token < 2, "somebody leads"
-
-    class NoNodeTwice(Promise):
-        name = "no node is planned twice"
-
-        def __init__(self) -> None:
-            self.planned = 0
-
-        def _planned(self, _state: JobState, fact: nodes.NodePlanned, _record: Record) -> None:
-            assert fact.node
-            self.planned += 1
-
-        looks = {nodes.NodePlanned: _planned}  # noqa: RUF012  # as a user writes it
-
-    drive = restarted()
-    watch = Together(NoNodeTwice, (invariants.DEFAULT, (nobody_leads,)))
-    assert invariants.watched(drive.records, NoNodeTwice, nobody_leads) == drive.state
-    assert [type(part) for part in watch.parts[:2]] == [NoNodeTwice, invariants.Order]
-    drive.take_over()
-    with pytest.raises(Broken, match=r"(?s)^nobody_leads: somebody leads.*\(record \d+: LeaderStarted") as broken:
-        invariants.watched(drive.records, NoNodeTwice, nobody_leads)
-    assert broken.value.seq == len(drive.records)
-
-
-def test_a_promise_asked_by_itself_answers_alike() -> None:
-    """Called as one watcher among others, without `Together`, a promise sees and says the same."""
-    drive = blank(Drive().up())
-    drive.do(operations.ScaleGroup("worker", 1, 3, "more"))
-    for cls in invariants.OF_LOGS:
-        promise, state = cls(), MODEL.new()
-        for record in drive.records:
-            MODEL.apply(state, record)
-            promise(state, record)
-    with pytest.raises(AssertionError, match="for nothing"):
-        invariants.Provoked()(drive.state, drive.records[-1]._replace(event=world.WorldDissolved("worker", 1, "x")))
