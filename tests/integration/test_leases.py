@@ -113,6 +113,32 @@ relaunches = 3
     assert len(list(tmp_path.glob("used-0-*"))) == 1
 
 
+def test_a_node_that_leaves_gives_back_exactly_what_it_has_not_used(tmp_path: Path) -> None:
+    """It is drained: others use the rest of its lease, and at most the shard that its worker had in hand is used twice."""
+    size = 200
+    (tmp_path / "job.toml").write_text(f"""
+[groups.worker]
+command = [{sys.executable!r}, {str(SCRIPTS / "leasing_plain.py")!r}, "{size}", "0.05,0.05"]
+framework = "none"
+nodes = 2
+processes = 1
+coupling = "each"
+relaunches = 1
+""")
+    with Job(tmp_path, "--job", "job.toml") as job:
+        eventually(lambda: len(lines(tmp_path, 1)) >= 10, "some shards", LIMIT_S)
+        job.dlrover("drain", "worker-1")
+        assert job.ended(LIMIT_S) == 0
+        found, row = used(tmp_path), shown(job)
+        told = [one["fields"] for one in job.events("LeaseReturned")]
+    assert row["finished"]
+    given = [one for one in told if one["spans"] and one["node"] == "worker-1-0" and "leaves" in one["why"]]
+    assert [bool(one["repeated"]) for one in given] == [False]
+    assert set(found) == set(range(2 * size))
+    assert row["again"] <= 4
+    assert sum(found.values()) <= 2 * size + row["again"]
+
+
 @pytest.mark.parametrize(
     ("nodes", "loaders"), [pytest.param(1, 0), pytest.param(2, 2, marks=pytest.mark.nightly)], ids=["one", "two"]
 )
