@@ -202,6 +202,58 @@ def test_each_sample_enters_one_step_though_the_fetcher_draws_ahead(
     assert first.losses[: 6 * 4] + second.losses == whole.losses
 
 
+KILLED_IN_A_STEP = """
+import os, pathlib, signal, sys, warnings
+warnings.simplefilter("ignore")
+sys.path.insert(0, sys.argv[1])
+import torch
+from small_lightning import FlashCheckpointIO, FlashData, Small, trainer
+from dlrover_adapters.torch import ElasticDataset, ElasticLoader
+
+life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+made = open(f"entered-{life}", "w", buffering=1)
+
+class Writing(Small):
+    def training_step(self, batch, index):
+        made.write(f"{self.trainer.global_step + 1} {' '.join(map(str, batch[2].tolist()))}\\n")
+        if not life and self.trainer.global_step == 7 and index % 4 == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, index)
+
+def sample(number):
+    return torch.linspace(0, 1, 8) * number / 40, torch.tensor([number / 40]), number
+
+plugin = FlashCheckpointIO()
+data = ElasticDataset("train", size=40, fetch=sample, epochs=3, seed=3, global_batch=8, micro_batch=2)
+fitting = trainer(pathlib.Path("ckpts"), plugin, 12, every=3, callbacks=[FlashData(data)])
+loader = ElasticLoader(data, num_workers=1, multiprocessing_context="fork")
+fitting.fit(Writing(), loader, ckpt_path=plugin.newest(), weights_only=False)
+"""
+
+
+@pytest.mark.nightly(
+    reason="a killed worker that goes on from memory, and slots of one step in test_shelf.py, stand for it"
+)
+def test_each_sample_enters_one_step_though_a_worker_is_killed(small: ModuleType, tmp_path: Path) -> None:
+    """By SIGKILL in mid-step: its successor goes on with the sample that follows the newest save, whatever was drawn ahead."""
+    from dlrover_core.data.permutation import Order
+
+    assert small
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED_IN_A_STEP)
+    with Job(tmp_path, "--nproc-per-node", "1", str(script), str(SCRIPTS), job="lightning") as job:
+        assert job.ended(BOUND_S) == 0, job.said()
+    lives: list[dict[int, list[int]]] = [{}, {}]
+    for life, made in enumerate(lives):
+        for line in (tmp_path / f"entered-{life}").read_text().splitlines():
+            step, *samples = map(int, line.split())
+            made.setdefault(step, []).extend(samples)
+    every = [one for epoch in range(3) for one in Order(40, 3, epoch).indices(0, 40)]
+    first, second = lives
+    assert (max(first), sorted(second)) == (8, list(range(7, 13)))
+    assert {**first, **second} == {step + 1: every[8 * step : 8 * step + 8] for step in range(12)}
+
+
 def test_counting_says_what_is_not_right(small: ModuleType, tmp_path: Path) -> None:
     """Steps that are none of the dataset's, and checkpoints without a position."""
     from dlrover_adapters.torch import ElasticDataset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,21 @@ def test_slots_that_are_read_are_not_overwritten(agent: Agent) -> None:
         shelf.put(10, pieces, {}, layout=layout, holders=((0,),))
     assert control.skipped == 1
     assert sorted(stamp.step for _, stamp in control.stamps()) == [2, 3, 9]
+    shelf.close()
+
+
+def test_saves_of_one_step_do_not_use_the_slots_up(agent: Agent) -> None:
+    """As a trainer's that saves a step under several names, or makes it again after a restart: the newest save stays."""
+    shelf = shelf_of(Line(agent))
+    how: Any = {"layout": layout_of("one"), "holders": ((0,),)}
+    pieces = [whole("w", torch.ones(4))]
+    slots = [shelf.put(6, pieces, {}, **how) for _ in range(2 * SLOTS + 1)]
+    assert all(slot != after for slot, after in itertools.pairwise(slots))
+    shelf.generation += 1
+    shelf._begun = {}  # a process of the next generation knows of no save yet
+    again = [shelf.put(3, pieces, {}, **how) for _ in range(SLOTS + 1)]
+    assert all(slot != after for slot, after in itertools.pairwise(again))
+    assert again[0] != slots[-1]
     shelf.close()
 
 

@@ -220,7 +220,8 @@ class FlashCheckpointIO(CheckpointIO):
     def _remembered(self, path: str) -> SlotView | None:
         for view in self._views():
             try:
-                if os.fsdecode(view.objects()[_PATH]) == path and view.verify():
+                if os.fsdecode(view.objects()[_PATH]) == path:
+                    view.verify()  # all of it, unless its worker was killed before it was hashed: then as `newest` does
                     return view
             except ArenaBroken:
                 pass

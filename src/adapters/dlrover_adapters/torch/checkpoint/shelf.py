@@ -219,9 +219,12 @@ class Shelf:
 
     def _free(self, control: Control) -> int | None:
         stamps = dict(control.stamps())
+        # A step may lie in several slots: saved under two names, or made once more after a restart. The newest save counts.
+        saves = sorted((stamp[:2], self._begun.get(one, 0), stamp.sequence, one) for one, stamp in stamps.items())
+        place = {save[-1]: number for number, save in enumerate(saves)}
         kept = [
             SlotContent(
-                stamps[one].step if one in stamps else NOTHING,
+                place.get(one, NOTHING),
                 self._begun.get(one, 0),
                 pinned=control.pinned(one) or (self._id, one) in self._busy,
             )
