@@ -29,7 +29,7 @@ RELATIVE = 1e-12
             "fsdp", 200, WORLDS, marks=pytest.mark.nightly(reason="fewer steps and worlds stand for it by day")
         ),
         ("ddp", 42, ("1", "3", "4-2-3")),
-        ("measured", 42, ("1", "3-2")),
+        ("measured", 24, ("1", "3-2")),
         pytest.param(
             "fsdp",
             30,

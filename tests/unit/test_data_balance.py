@@ -101,7 +101,13 @@ def test_a_quota_begins_with_the_step_that_was_named() -> None:
     assert [table.at(step) for step in (11, 39, 40)] == [(5, 3), (5, 3), (6, 2)]
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    "context",
+    [
+        "fork",
+        pytest.param("spawn", marks=pytest.mark.nightly(reason="each process imports torch; forked ones stand for it")),
+    ],
+)
 def test_loader_processes_go_by_the_new_quotas(context: str) -> None:
     """They hear of them through shared memory, from the named step on, as the process that trains does."""
     data = ElasticDataset("train", size=64, fetch=int, seed=3, collate=list)
