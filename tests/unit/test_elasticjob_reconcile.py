@@ -424,6 +424,34 @@ def test_a_deleted_job_goes_in_order() -> None:
     assert last.body == {"metadata": {"finalizers": None, "resourceVersion": "7"}}
 
 
+def test_masters_pods_end_before_nodes_are_removed() -> None:
+    """A master that ends slowly would make a pod for each that is removed."""
+    thing, ends = kept(deletionTimestamp=NOW), {"deletionTimestamp": NOW}
+    labels = {masters.LABEL_ROLE: masters.ROLE}
+    master = node("m", "Running", **ends)
+    master["metadata"]["labels"] = labels
+    assert outcome(Observed(thing, None, (master, node("a", "Running")))).writes == ()
+    master["status"] = {"phase": "Succeeded"}
+    (only,) = outcome(Observed(thing, None, (master, node("a", "Running")))).writes
+    assert isinstance(only, Remove)
+    assert only.path.endswith("/pods/a")
+
+
+@pytest.mark.parametrize("phase", ["Running", "Pending", "silent", "Succeeded"])
+def test_a_pod_on_a_lost_host_keeps_no_job(phase: str) -> None:
+    """Its host alone could end it. It is waited for while its host may still do so; one that has ended but stays, always."""
+    thing, pod = kept(deletionTimestamp=NOW), node("a", phase, deletionTimestamp=NOW)
+    if phase == "silent":
+        pod["status"] = {
+            "phase": "Running",
+            "conditions": [{"type": "Ready", "status": "False"}],
+            "containerStatuses": [{"name": "node", "ready": True, "state": {"running": {}}}],
+        }
+    assert outcome(Observed(thing, None, (pod,))).writes == ()
+    pod["metadata"]["deletionTimestamp"] = "2025-12-31T23:58:59Z"
+    assert bool(outcome(Observed(thing, None, (pod,))).writes) == (phase in {"Pending", "silent"})
+
+
 def test_all_that_is_made_is_removed() -> None:
     """Whatever is made for a job stands in the list of what is removed with it."""
     for settings in (SETTINGS, SETTINGS._replace(etcd="etcd://e:2379")):

@@ -23,6 +23,8 @@ HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull", "CreateContainerC
 PULLING = frozenset({"ErrImagePull", "ImagePullBackOff"})
 # How registries and runtimes say that there is no such image, rather than that it cannot be had now.
 NO_IMAGE = ("code = NotFound", "manifest unknown", "not found: manifest", "repository does not exist", "name unknown")
+STRANDED_S = 60.0
+"""So long after a pod was to be gone, its silent host is believed to be."""
 DEVICE = "DeviceUnhealthy"
 """Our own word, which the kubelet has none for."""
 USUAL = frozenset({"", "ContainerCreating", "PodInitializing"})
@@ -67,6 +69,17 @@ def true_name(pod: Json) -> str:
 def is_deleted(pod: Json) -> bool:
     """Is the pod being deleted, by whomever?"""
     return bool(pod["metadata"].get("deletionTimestamp"))
+
+
+def is_stranded(pod: Json, now: str) -> bool:
+    """Was the pod to be gone by now, and does its host not answer? Then only the host, or the end of its Node, takes it away.
+
+    ``now``: as the API writes times.
+    """
+    end_s, now_s = _seconds(pod["metadata"].get("deletionTimestamp")), _seconds(now)
+    if end_s is None or now_s is None or now_s < end_s + STRANDED_S:
+        return False
+    return observation(pod, now_s).phase in {"lost", "pending"}
 
 
 def disruption(pod: Json) -> str:

@@ -261,7 +261,7 @@ class Operator:
         own = tuple(one for one in self._pods.objects.values() if self._owner_of(one) == uid)
         told, left = None, False
         if job["metadata"].get("deletionTimestamp"):
-            left = made is None and not own and await self._is_left(job)
+            left = made is None and not reconcile.staying(own, self._stamp()) and await self._is_left(job)
         elif made is not None and not standing.ended(made) and not standing.is_over(job):
             told = await self._told(uid, job, made)
         asked = self._refused.get(uid)

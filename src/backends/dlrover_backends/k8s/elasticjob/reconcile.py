@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from dlrover_backends.k8s import kueue, masters, names, owning
+from dlrover_backends.k8s import endings, kueue, masters, names, owning
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.elasticjob import standing, translate
 from dlrover_backends.k8s.elasticjob.launchers import Lines
@@ -271,19 +271,24 @@ def _rejected(seen: Observed, why: str) -> Outcome:
 
 
 def _removing(seen: Observed) -> Outcome:
-    """The masters go first, who would make pods; then pods; then the rest. What is left when all is gone is the object."""
+    """The masters go first, who would make pods, and are waited for; then pods; then the rest; then the object may go, too."""
     finalizers = list(seen.job["metadata"].get("finalizers") or ())
     if FINALIZER not in finalizers:
         return Outcome()
     if seen.masters is not None:
         return Outcome((Remove(path_of(seen.masters)),))
-    if seen.pods:
-        gone = [one for one in seen.pods if not one["metadata"].get("deletionTimestamp")]
-        return Outcome(tuple(Remove(path_of(one)) for one in gone))
+    if pods := staying(seen.pods, seen.now):
+        first = [one for one in pods if standing.is_master(one) and standing.lives(one)] or pods
+        return Outcome(tuple(Remove(path_of(one)) for one in first if not one["metadata"].get("deletionTimestamp")))
     if seen.left:
         return Outcome(tuple(Remove(one) for one in belongings(seen.job)))
     kept = [one for one in finalizers if one != FINALIZER]
     return Outcome((_finalizers(seen.job, kept),))
+
+
+def staying(pods: tuple[Json, ...], now: str) -> list[Json]:
+    """The pods that a deleted job waits for: not those which only a lost host could end. They have no masters any more."""
+    return [one for one in pods if not endings.is_stranded(one, now)]
 
 
 def _finalizers(job: Json, kept: list[str]) -> Patch:
