@@ -295,12 +295,26 @@ def test_what_a_pending_pod_waits_for() -> None:
 
 
 def test_avoided_hosts_are_told() -> None:
-    """Where only hosts that a pod avoids would fit it says so, in the port's word; not where its own selector fits none."""
+    """Where hosts that a pod avoids may be what it waits for it says so, in the port's word, whatever its template selects."""
     pod = shown("sel-0", "Pending")[-1]
-    pod["spec"].pop("nodeSelector", None)
+    assert pod["spec"]["nodeSelector"]
+    assert endings.observation(pod).waits.startswith("Unschedulable")
     pod["metadata"].setdefault("annotations", {})[names.NOTE_AVOID] = "h1"
     assert endings.observation(pod).waits.startswith(f"{AVOIDED}: h1")
-    pod["spec"]["nodeSelector"] = {"disk": "ssd"}
+    required = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "pool", "operator": "In", "values": ["h100"]}]}]}
+    pod["spec"] |= {
+        "nodeSelector": {},
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}},
+    }
+    assert endings.observation(pod).waits.startswith(f"{AVOIDED}: h1")
+    pod["status"]["conditions"] = [
+        {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": "Unschedulable",
+            "message": "0/2 nodes: 2 Insufficient cpu.",
+        }
+    ]
     assert endings.observation(pod).waits.startswith("Unschedulable")
 
 
