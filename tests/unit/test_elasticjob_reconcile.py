@@ -140,13 +140,14 @@ def test_certificates_of_etcd_reach_the_masters() -> None:
 
 
 def test_a_gang_is_the_masters_to_make() -> None:
-    """They are told whose PodGroup, and may write it."""
+    """They are told whose PodGroup, and may write it; and how racks are named."""
     thing = kept()
     thing["spec"]["replicaSpecs"]["worker"]["BatchScheduler"] = "volcano"
-    makes = [one.object for one in outcome(Observed(thing)).writes if isinstance(one, Make)]
+    told = SETTINGS._replace(rack="example.com/rack")
+    makes = [one.object for one in outcome(Observed(thing), told).writes if isinstance(one, Make)]
     (container,) = makes[-1]["spec"]["template"]["spec"]["containers"]
     backend = next(one["value"] for one in container["env"] if one["name"] == masters.BACKEND)
-    assert "gang=volcano" in backend.split(",")
+    assert {"gang=volcano", "rack=example.com/rack"} <= set(backend.split(","))
     (role,) = (one for one in makes if one["kind"] == "Role")
     (rule,) = (one for one in role["rules"] if one["resources"] == ["podgroups"])
     assert rule["apiGroups"] == ["scheduling.volcano.sh"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 from collections import deque
@@ -16,7 +17,7 @@ from dlrover_adapters.cli import apart, backends
 from dlrover_backends.k8s import endings, names
 from dlrover_backends.k8s.client import KubernetesBackend
 from dlrover_backends.k8s.errors import ApiError, Request, Unreachable
-from dlrover_backends.k8s.hosts import Hosts, of_host
+from dlrover_backends.k8s.hosts import RACK_S, Hosts, of_host
 from dlrover_backends.k8s.outputs import FOLLOWED_MAX, Outputs
 from dlrover_core import BackendContext, LaunchRefused
 from dlrover_core.diagnosis import signatures
@@ -107,6 +108,45 @@ def test_what_is_wrong_with_a_host() -> None:
     assert (
         of_host({**named, "status": {"conditions": [{**SILENT, "status": "True"}]}, "spec": {"taints": [taint]}}) == ""
     )
+
+
+def test_racks_are_read_from_hosts() -> None:
+    """A label of its Node is a pod's failure domain, else its own zone is; a host is asked once, and who may not look goes on."""
+
+    async def story() -> None:
+        server, clock = Server(), 0.0
+        node = make_launch()
+        here = dataclasses.replace(HERE, args=f"{HERE.args},rack=example.com/rack")
+        backend = KubernetesBackend(here, server)
+        await backend.launch(node, 1)
+        pod = server.objects[path_of(node.name)]
+        pod["spec"]["nodeName"] = "h1"
+        pod["metadata"]["labels"]["topology.kubernetes.io/zone"] = "zone-a"
+        pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "node", "state": {"running": {}}}]}
+        server.objects["/api/v1/nodes/h1"] = {"metadata": {"name": "h1", "labels": {"example.com/rack": "r7"}}}
+        async with watching(backend) as watch:
+            seen = await watch.until(lambda seen: seen[node.name].phase == "running")
+            assert (seen[node.name].host, seen[node.name].domain) == ("h1", "r7")
+            server.objects["/api/v1/nodes/h1"]["metadata"]["labels"] = {}
+            server.tell("DELETED", pod)
+            await watch.gone(node.name)
+            assert watch.seen(node.name)[-1].domain == "r7"
+        hosts = Hosts(lambda: clock)
+        assert await hosts.rack(server, "h1", "example.com/rack") == ""
+        server.objects["/api/v1/nodes/h1"]["metadata"]["labels"] = {"example.com/rack": "r8"}
+        assert await hosts.rack(server, "h1", "example.com/rack") == ""
+        clock = RACK_S
+        server.faults["GET"] = deque([failed(500)])
+        assert await hosts.rack(server, "h1", "example.com/rack") == ""
+        assert await hosts.rack(server, "h1", "example.com/rack") == "r8"
+        clock = 2 * RACK_S
+        server.faults["GET"].append(failed(403))
+        asked = len(server.asked)
+        for _ in range(3):
+            assert await hosts.rack(server, "h1", "example.com/rack") == "r8"
+        assert len(server.asked) == asked + 1
+
+    asyncio.run(asyncio.wait_for(story(), 20))
 
 
 def test_a_lost_node_says_what_its_host_is() -> None:

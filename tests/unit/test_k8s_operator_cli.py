@@ -80,6 +80,15 @@ def test_its_image_is_its_own_pods(given: list[tuple[Settings, str]], words: lis
     assert isinstance(settings.lines, k8s_lines.Lines)
 
 
+def test_racks_are_named_by_a_label(given: list[tuple[Settings, str]]) -> None:
+    """Masters are told which; what is no label is refused before anything is made."""
+    assert k8s_operator.run(["--rack", "example.com/rack"]) == 0
+    ((settings, _),) = given
+    assert settings.rack == "example.com/rack"
+    with pytest.raises(SpecError, match="is no label's key"):
+        k8s_operator.run(["--rack", "a,b"])
+
+
 def test_a_pod_that_cannot_be_read_is_told(given: list[tuple[Settings, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """With what to say in its place."""
     monkeypatch.setenv(k8s_operator.POD, "operator-1")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dlrover_core.runtime.backends import BackendContext, Choice
     from dlrover_core.spec import JobSpec
 
-KEPT = ("pull", "gpu", "gang", "queue", "user", "grace_s", "account", "command")
+KEPT = ("pull", "gpu", "gang", "queue", "user", "grace_s", "account", "command", "rack")
 """Arguments of the backend that masters in pods are given as they were typed."""
 
 

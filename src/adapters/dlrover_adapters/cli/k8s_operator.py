@@ -41,6 +41,12 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--storage-class", metavar="NAME", default="", help="of those claims (default: the cluster's)")
     made.add_argument(
+        "--rack",
+        metavar="LABEL",
+        default="",
+        help="the label of hosts that names their rack (default: the zone of each pod); it takes deploy/overlays/node-reader",
+    )
+    made.add_argument(
         "--annotated-only",
         action="store_true",
         help="take only jobs with the annotation dlrover-core/operator: dlrover-core; so it is where DLRover's own operator runs",
@@ -71,11 +77,14 @@ def run(words: Sequence[str]) -> int:
         raise SpecError("look", f"{args.look:g}: say a number of seconds above 0")
     if args.lease < 3:
         raise SpecError("lease", f"{args.lease:g}: say 3 seconds or more, for it is renewed each third of that")
+    from dlrover_backends.k8s.masters import FILES_PATH
+    from dlrover_backends.k8s.settings import LABEL
+
+    if args.rack and not LABEL.fullmatch(args.rack):
+        raise SpecError("rack", f"{args.rack!r} is no label's key: write topology.kubernetes.io/rack, for example")
     log = args.log or os.environ.get(LOG, "")
     if log and not log.startswith("etcd"):
         raise SpecError("log", f"{log.partition(':')[0]}: is no log that masters in pods share; say etcd://HOST:2379")
-    from dlrover_backends.k8s.masters import FILES_PATH
-
     return asyncio.run(_run(args, k8s_log.read(log, FILES_PATH)))
 
 
@@ -92,7 +101,7 @@ async def _run(args: argparse.Namespace, log: k8s_log.Told) -> int:
         await api.open()
         home = args.namespace or os.environ.get(NAMESPACE) or api.namespace or "default"
         image = args.image or await _own_image(api, os.environ.get(NAMESPACE) or api.namespace or home)
-        settings = Settings(image, log.url, args.storage_class, args.annotated_only, Lines(), log.files)
+        settings = Settings(image, log.url, args.storage_class, args.annotated_only, Lines(), log.files, args.rack)
         who = f"{os.environ.get(POD) or socket.gethostname()}_{os.getpid()}"
         leader = Leader(api, home, who, now=time.monotonic, wall=time.time, lease_s=args.lease)
 

@@ -177,7 +177,7 @@ class KubernetesBackend:
             async for one in seen:
                 if isinstance(one, queues.Again):
                     for pod in [each for each in (self._pods or {}).values() if queues.place_of(each) == one.place]:
-                        yield Changed(self._seen(pod, fresh=True))
+                        yield Changed(await self._judged(self._seen(pod, fresh=True)))
                 else:
                     yield one
 
@@ -419,6 +419,9 @@ class KubernetesBackend:
 
     async def _judged(self, seen: Observation) -> Observation:
         """The same, with what the cluster says of its host, where the pod alone does not say enough."""
+        if seen.host and self._told.rack and self._api is not None:
+            rack = await self._hosts.rack(self._api, seen.host, self._told.rack)
+            seen = seen._replace(domain=rack or seen.domain)
         if not seen.host or not (seen.phase == "lost" or (seen.phase == "gone" and seen.reason in {"", "Deleted"})):
             return seen
         assert self._api is not None

@@ -9,12 +9,18 @@ import asyncio
 from collections.abc import Callable
 from urllib.parse import quote
 
+import structlog
+
 from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.errors import ApiError, Forbidden, NotFound
+from dlrover_backends.k8s.refusals import missing_right
 from dlrover_core.runtime.within import within
 
-ASK_S, FRESH_S = 2.0, 5.0
+ASK_S, FRESH_S, RACK_S = 2.0, 5.0, 600.0
+"""`RACK_S`: for so long a host's rack is presumed to be as it was."""
 TEXT_MAX = 200
+
+log = structlog.get_logger("dlrover.backend")
 
 
 class Hosts:
@@ -23,6 +29,25 @@ class Hosts:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now, self._hidden = now, False
         self._known: dict[str, tuple[float, str]] = {}
+        self._racks: dict[str, tuple[float, str]] = {}
+
+    async def rack(self, api: Api, host: str, label: str) -> str:
+        """The rack of a host, as this label of its Node says; empty: it has none, or it cannot be seen."""
+        at = self._now()
+        seen_at, rack = self._racks.get(host, (float("-inf"), ""))
+        if self._hidden or at - seen_at < RACK_S:
+            return rack
+        try:
+            found = await within(ASK_S, api.ask("GET", f"/api/v1/nodes/{quote(host)}"))
+        except Forbidden as error:
+            self._hidden = True
+            log.warning("no racks are known", error=missing_right(error))
+            return rack
+        except (ApiError, asyncio.TimeoutError):
+            return rack  # asked again with the next news of a pod there
+        rack = str((found["metadata"].get("labels") or {}).get(label) or "")
+        self._racks[host] = (at, rack)
+        return rack
 
     async def wrong(self, api: Api, host: str) -> str:
         """What is wrong with a host, in words; empty: nothing is, or it cannot be seen."""

@@ -10,6 +10,7 @@ from dlrover_core.runtime.backends import BackendContext
 
 QUEUE = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+LABEL = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 OWNER = re.compile(r"([a-z0-9.-]+/)?v[a-z0-9]+/[a-z]+/[a-z0-9.-]+")
 GPU = "nvidia.com/gpu"
 LINE, TEMPLATE = "line", "template"
@@ -37,6 +38,7 @@ class Settings(NamedTuple):
     secret:     a Secret with the job's token; empty: that which owns the pods
     gang:       whose PodGroup lets MIN nodes start together, one of `GANGS`; empty: each pod is scheduled by itself
     budget:     the PodDisruptionBudget of the job's nodes, which follows its size; empty: none does
+    rack:       the label of hosts that names their failure domain; empty: it is the zone that the pods' own labels have
     queue:      a LocalQueue of Kueue that admits the job; with ``gang=volcano`` a Queue of Volcano; empty: there is none
     """
 
@@ -57,6 +59,7 @@ class Settings(NamedTuple):
     gang: str = ""
     queue: str = ""
     budget: str = ""
+    rack: str = ""
 
 
 def read(here: BackendContext) -> Settings:
@@ -78,6 +81,10 @@ def read(here: BackendContext) -> Settings:
     if told["queue"] and not QUEUE.fullmatch(told["queue"]):
         raise SpecError(
             "backend", f"queue={told['queue']!r} is no queue: write lower-case letters, digits, hyphens and dots"
+        )
+    if told["rack"] and not LABEL.fullmatch(told["rack"]):
+        raise SpecError(
+            "backend", f"rack={told['rack']!r} is no label's key: write topology.kubernetes.io/rack, for example"
         )
     if any(one.isspace() for one in told["image"]):
         raise SpecError("backend", f"image={told['image']!r} has a space in it: write NAME:TAG, or NAME@sha256:DIGEST")

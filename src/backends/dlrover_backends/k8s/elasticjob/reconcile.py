@@ -36,6 +36,7 @@ class Settings(NamedTuple):
     annotated:  are only jobs taken that say so?
     lines:      reads jobs' command lines; None: they are what they look like
     etcd_files: files that the URL names, in the folder `masters.FILES_PATH` of masters' pods: contents by name
+    rack:       the label of hosts that names their rack; empty: nodes' domains are the zones of their pods
     """
 
     image: str
@@ -44,6 +45,7 @@ class Settings(NamedTuple):
     annotated: bool = False
     lines: Lines | None = None
     etcd_files: Mapping[str, str] = MappingProxyType({})
+    rack: str = ""
 
 
 class Observed(NamedTuple):
@@ -326,7 +328,14 @@ def plan_of(thing: Mapping[str, Any], job: translate.Job, settings: Settings) ->
     name = masters.name_of(job.name)
     kept = sum(one.nodes_max for one in job.groups) - 1
     queue = str((metadata.get("labels") or {}).get(kueue.QUEUE_LABEL) or "")
-    backend = {"image": "", "command": "template", "gpu": job.gpu, "gang": job.gang, "queue": queue}
+    backend = {
+        "image": "",
+        "command": "template",
+        "gpu": job.gpu,
+        "gang": job.gang,
+        "queue": queue,
+        "rack": settings.rack,
+    }
     return masters.MasterPlan(
         namespace=str(metadata["namespace"]),
         name=name,
