@@ -205,6 +205,11 @@ def test_a_chain_goes_on_from_its_own_rank_s_exception() -> None:
     mixed = [lines[0], *other[:-1], *lines[1:5], other[-1], *lines[5:]]
     assert mixed.index(lines[3]) < mixed.index("") < mixed.index(other[-1])
     assert [[one.name for one in its.links] for its in chains(mixed)] == [["KeyError", "ValueError"], ["Again"]]
+    chain = raised("KeyError", "'label'", "step", 3) + HANDLING + raised("ValueError", "no label", "step", 9)
+    lines = chain.splitlines()
+    mixed = [*lines[:3], *other[:-1], lines[3], other[-1], *lines[4:]]
+    assert mixed.index(other[-1]) == mixed.index("") - 1
+    assert [[one.name for one in its.links] for its in chains(mixed)] == [["KeyError", "ValueError"], ["Again"]]
 
 
 @pytest.mark.parametrize("word", ["Loss: 2.13", "WARNING: slow disk", "Saving: /ckpt/7", "Epoch: 3", "Rank: 4", "Done"])

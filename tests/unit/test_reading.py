@@ -540,6 +540,8 @@ Root Cause (first observed failure):
 """
     found = answer(peer + summary)
     assert (found.judgement.signature, found.rank) == ("exit.sigsegv", 2)
+    found = answer(peer + summary + "srun: error: gpu01: task 2: Exited with exit code 1\n")
+    assert (found.judgement.signature, found.rank) == ("exit.sigsegv", 2)
 
 
 @pytest.mark.parametrize(

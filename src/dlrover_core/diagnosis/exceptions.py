@@ -169,7 +169,7 @@ def chains(lines: Sequence[str], own: frozenset[int] = frozenset()) -> list[Chai
     found: list[list[Raised]] = []
     latest: list[list[Raised]] = []
     for parts in _all(lines, own):
-        goes_on = _continued(lines, latest, len(parts)) if parts[0][0].link != ALONE else []
+        goes_on = _continued(lines, latest, parts) if parts[0][0].link != ALONE else []
         made = []
         for part, into in itertools.zip_longest(parts, goes_on):
             if into is not None and len(into) < CHAIN_MAX:
@@ -181,10 +181,20 @@ def chains(lines: Sequence[str], own: frozenset[int] = frozenset()) -> list[Chai
     return _owned(found)
 
 
-def _continued(lines: Sequence[str], latest: Sequence[list[Raised]], many: int) -> Sequence[list[Raised]]:
-    """Which of the newest chains go on in so many tracebacks: all in their order, or that after which an empty line stands."""
+def _continued(
+    lines: Sequence[str], latest: Sequence[list[Raised]], parts: Sequence[Sequence[Raised]]
+) -> Sequence[list[Raised]]:
+    """Which of the newest chains go on in these tracebacks: all, in their order.
+
+    Where one goes on: the one that went through the same files, or after which an empty line stands.
+    """
+    many = len(parts)
     if many >= len(latest):
         return latest
+    files = {frame[0] for one in parts[0] for frame in one.frames}
+    akin = [sum(file in files for file, _, _ in one[-1].frames) for one in latest]
+    if many == 1 and akin.count(max(akin)) == 1:
+        return [latest[akin.index(max(akin))]]
     parted = [one for one in latest if not "".join(lines[one[-1].last + 1 : one[-1].last + 2]).strip()]
     return parted if len(parted) == many else latest[len(latest) - many :]
 

@@ -412,7 +412,9 @@ class _File:
     def _of_chains(
         self, chains: Sequence[tuple[Chain, list[int], Who]], ends: Sequence[launchers.Ended]
     ) -> Iterator[_Found]:
+        signalled = {one.rank for one in ends if one.code not in (0, *_RAISES)}
         guilty = {(one.rank, one.host) for one in ends if one.code in _RAISES and one.rank >= 0}
+        guilty = {its for its in guilty if its[0] not in signalled}
         places = {chain.links[-1].name for chain, _, its in chains if its.rank < 0 and not _passes_on(chain)}
         for chain, rows, its in chains:
             kept = rows[:TEXT_LINES_MAX] + rows[TEXT_LINES_MAX:][-TEXT_LINES_MAX:]
