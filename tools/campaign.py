@@ -252,15 +252,9 @@ def _queue(seed: int, trials: int) -> int:
     return campaign(seed, trials or TRIALS, machine())
 
 
-def _ray_seeds(seed: int, trials: int) -> int:
-    from tools.campaign_ray import SEEDS, campaign
-
-    return campaign(seed, trials or SEEDS, machine())
-
-
 WHOLE: dict[str, Callable[[int, int], int]] = {
     "chaos": _chaos, "hangs": _hangs, "kills": _kills, "masters": _masters, "matrix": _matrix, "planted": _planted,
-    "queue": _queue, "ray_seeds": _ray_seeds, "saves": _saves,
+    "queue": _queue, "saves": _saves,
 }  # fmt: skip
 """Campaigns that save themselves."""
 
@@ -292,6 +286,12 @@ def _restarts(options: argparse.Namespace) -> int:
     return campaign(options.seed, options.trials or TRIALS, machine(), options.jobs or JOBS, seconds)
 
 
+def _ray_seeds(options: argparse.Namespace) -> int:
+    from tools.campaign_ray import JOBS, SEEDS, campaign
+
+    return campaign(options.seed, options.trials or SEEDS, machine(), options.jobs or JOBS)
+
+
 def _mutations(options: argparse.Namespace) -> int:
     from tools.mutations import JOBS, MUTATIONS, campaign
 
@@ -299,7 +299,8 @@ def _mutations(options: argparse.Namespace) -> int:
 
 
 SIDE: dict[str, Callable[[argparse.Namespace], int]] = {
-    "ends": _ends, "mutations": _mutations, "restarts": _restarts, "rough": _rough, "storms": _storms,
+    "ends": _ends, "mutations": _mutations, "ray_seeds": _ray_seeds, "restarts": _restarts, "rough": _rough,
+    "storms": _storms,
 }  # fmt: skip
 """Campaigns that save themselves, and run several trials side by side."""
 

@@ -38,7 +38,7 @@ from chain import Link, flaws, links  # noqa: E402  # it lies with the tests
 from running import BIN, NO_TORCH, Job  # noqa: E402  # as above
 from tests.integration.ray_grounds import RayGround, desk_of, parent_of, processes_of, ray_ground  # noqa: E402  # as above
 
-SEEDS = 200
+SEEDS, JOBS = 200, 1
 PROCESSES = ("worker", "agent", "actor", "desk", "master")
 KINDS = (*PROCESSES, "actor", "raylet", "raylet", "freeze", "drain", "drain", "add", "state", "state")
 MEANWHILE = (*PROCESSES, "raylet", "")
@@ -129,7 +129,7 @@ class Trial:
         self._driver_is_dead = False
         line = ("--backend", "ray", "--ray-address", ground.address, "--nnodes", plan.nnodes, *LINE)
         self._job = Job(
-            folder, *line, str(SCRIPTS / "chain.py"), str(folder), "--child", job=f"seed-{time.monotonic_ns()}"
+            folder, *line, str(SCRIPTS / "chain.py"), str(folder), "--child", job=f"seed-{os.urandom(6).hex()}"
         )
 
     def run(self) -> Found:
@@ -360,30 +360,45 @@ def _desks(folder: Path) -> list[int]:
     return []
 
 
+class _Ground(NamedTuple):
+    """A cluster. ``served``: how many trials it has had; ``stack``: what ends it."""
+
+    ground: RayGround
+    stack: contextlib.ExitStack
+    served: int = 0
+
+
 class Grounds:
-    """Clusters that serve one trial after another."""
+    """Clusters that serve one trial after another, one for each trial that runs."""
 
     def __init__(self) -> None:
-        self._stack, self._served = contextlib.ExitStack(), 0
-        self._ground: RayGround | None = None
+        self._free: list[_Ground] = []
 
     def close(self) -> None:
-        """End the one that there is."""
-        self._stack.close()
+        """End those that serve nobody."""
+        while self._free:
+            self._free.pop().stack.close()
 
     def trial(self, seed: int, patience: Patience) -> Found:
         """One trial. A cluster in which one broke a promise serves no other. Raises AssertionError."""
-        if self._ground is None or self._served >= SEEDS_OF_A_CLUSTER:
-            self._stack.close()
-            hosts = [{"num_cpus": CPUS, "node_name": f"host-{number}"} for number in range(HOSTS)]
-            self._ground = self._stack.enter_context(ray_ground(*hosts, env=STORED))
-            self._served = 0
-        ground, self._ground = self._ground, None
-        self._served += 1
-        with tempfile.TemporaryDirectory(prefix="ray-seeds-") as folder:
-            found = Trial(ground, Path(folder), drawn(seed), patience).run()
-        self._ground = ground
+        try:
+            one = self._free.pop()
+        except IndexError:
+            one = _new_ground()
+        with contextlib.ExitStack() as stack:
+            stack.push(one.stack)
+            with tempfile.TemporaryDirectory(prefix="ray-seeds-") as folder:
+                found = Trial(one.ground, Path(folder), drawn(seed), patience).run()
+            if one.served + 1 < SEEDS_OF_A_CLUSTER:
+                stack.pop_all()
+                self._free.append(one._replace(served=one.served + 1))
         return found
+
+
+def _new_ground() -> _Ground:
+    stack = contextlib.ExitStack()
+    hosts = [{"num_cpus": CPUS, "node_name": f"host-{number}"} for number in range(HOSTS)]
+    return _Ground(stack.enter_context(ray_ground(*hosts, env=STORED)), stack)
 
 
 def sums(found: list[Found]) -> Found:
@@ -392,10 +407,10 @@ def sums(found: list[Found]) -> Found:
     return {"blows": dict(sorted(kinds.items())), "nodes": sum(one.get("nodes", 0) for one in found)}
 
 
-def campaign(seed: int, trials: int, machine: dict[str, Any]) -> int:
-    """Go on where an earlier one stopped; 1 where a trial broke a promise."""
+def campaign(seed: int, trials: int, machine: dict[str, Any], jobs: int) -> int:
+    """Go on where an earlier one stopped, ``jobs`` trials side by side; 1 where a trial broke a promise."""
     with contextlib.closing(Grounds()) as grounds:
-        return int(Trials("ray_seeds", range(seed, seed + trials), {}, machine, sums).run(grounds.trial, 1) > 0)
+        return int(Trials("ray_seeds", range(seed, seed + trials), {}, machine, sums).run(grounds.trial, jobs) > 0)
 
 
 if __name__ == "__main__":
