@@ -221,7 +221,8 @@ class Trial:
         while not holds():
             ended = self._job.process.poll() is not None and not self._driver_is_dead
             assert not ended, f"the job has ended before {what}: {self._job.said()[-3000:]}"
-            assert time.monotonic() < deadline, f"{what}: not within {LIMIT_S:g} s"
+            late = time.monotonic() > deadline
+            assert not late, f"{what}: not within {LIMIT_S:g} s; in Ray: {self._ground.order('left', prefix='dlrover')}"
             self._rest(2 * LOOK_S)
 
     def _until_over(self) -> None:

@@ -100,8 +100,16 @@ def main() -> None:
         groups = [one for one in state.placement_group_table().values() if one["state"] != "REMOVED"]
         keys = GcsClient(address=cluster.address).internal_kv_keys(b"", b"dlrover")
         return {
-            "actors": [f"{one.ray_namespace}/{one.name}" for one in living if one.ray_namespace.startswith(prefix)],
-            "groups": [one["name"] for one in groups if one["name"].startswith(prefix)],
+            "actors": [
+                f"{one.ray_namespace}/{one.name} {gcs_pb2.ActorTableData.ActorState.Name(one.state)} {one.node_id.hex()[:8]}"
+                for one in living
+                if one.ray_namespace.startswith(prefix)
+            ],
+            "groups": [
+                f"{one['name']} {one['state']} {one.get('bundles_to_node_id')} {one.get('stats')}"
+                for one in groups
+                if one["name"].startswith(prefix)
+            ],
             "keys": [one.decode() for one in keys],
         }
 
