@@ -8,9 +8,12 @@ import time
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from dlrover_backends.ray.endings import observation
 from dlrover_backends.ray.lookout import Lookout
-from dlrover_backends.ray.records import Actor, Host, Place, Snapshot
+from dlrover_backends.ray.names import Run
+from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
 
 
 class ActorUnavailableError(Exception):
@@ -72,5 +75,34 @@ def test_an_actor_out_of_reach_is_looked_at_once() -> None:
             await asyncio.sleep(0)
             woken.append(lookout._wake.is_set())
         assert woken == [True, False, True, True, True]
+
+    asyncio.run(told())
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_an_actor_that_ray_forgot_is_killed(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its place stands, and it gets no process, as after a restart of the state service. One that waits for a place stays."""
+    killed: list[str] = []
+    run = Run("j", "r")
+    cluster = SimpleNamespace(ended=set[str](), run=run, handle=lambda _: None, kill=killed.append)
+    actors = {name: Actor(f"id-{name}", name, state="PENDING_CREATION") for name in ("forgotten", "waits")}
+    actors["placed"] = Actor("id-placed", "placed", state="PENDING_CREATION", host_id="a")
+    states = {"forgotten": "CREATED", "waits": "PENDING", "placed": "CREATED"}
+    groups = {run.group(name): Group("g", run.group(name), state) for name, state in states.items()}
+    seen = Snapshot(actors, {}, groups)
+
+    async def told() -> None:
+        lookout = Lookout(cast(Any, cluster))
+        lookout._places = dict.fromkeys(actors, Place(slow=slow))
+        lookout._tidy(seen, set())
+        lookout._tidy(seen, set())
+        assert killed == []
+        monkeypatch.setattr(
+            "dlrover_backends.ray.lookout.SLOW_S" if slow else "dlrover_backends.ray.lookout.UNPLACED_S", -1.0
+        )
+        lookout._tidy(seen, set())
+        assert killed == ["forgotten"]
+        lookout._tidy(seen._replace(actors={"forgotten": actors["forgotten"]._replace(state="ALIVE")}), set())
+        assert "id-forgotten" not in lookout._unplaced
 
     asyncio.run(told())

@@ -158,7 +158,9 @@ class Cluster:
         raw = private.get(self.run.key(names.PLACE, name))
         told = json.loads(raw) if raw else {}
         avoid = tuple(told.get("avoid") or ())
-        return Place(told.get("wants") or {}, avoid, told.get("group", ""), told.get("shape", ""))
+        return Place(
+            told.get("wants") or {}, avoid, told.get("group", ""), told.get("shape", ""), bool(told.get("slow"))
+        )
 
     # ---- orders
 
@@ -181,6 +183,8 @@ class Cluster:
         if order.gpus_if_any and any(one["Resources"].get("GPU") for one in hosts):
             wants["GPU"] = float(order.gpus_if_any)
         kept: dict[str, Any] = {"wants": wants, "avoid": list(order.avoid)}
+        if set(order.runtime_env) - {"env_vars"}:
+            kept["slow"] = True
         if order.group:
             kept |= {"group": order.group, "shape": order.shape}
         if raw is None:

@@ -29,6 +29,9 @@ LOOK_SHARE = 20.0
 """Looking takes at most this part of the time: in a cluster that keeps 100,000 dead actors one look takes a second."""
 KILL_WAIT_S = 8.0
 """So long beyond its grace a keeper may take to end; then Ray ends it."""
+UNPLACED_S, SLOW_S = 90.0, 660.0
+"""So long an actor whose place stands may wait for a process. Ray gives up a process that has not started after 60 s, and a
+runtime environment that is not made after 600 s. What it forgot when its state service was restarted (Ray 2.60) never starts."""
 NOTICE_SLACK_US = 2_000_000
 
 log = structlog.get_logger("dlrover.desk")
@@ -50,6 +53,8 @@ class Lookout:
         self._spoke: set[str] = set()
         """Actors that have answered this desk once: their hosts can be reached from here."""
         self._due: dict[str, float] = {}
+        self._unplaced: dict[str, float] = {}
+        """When actors without a process were seen first whose place stood already, by their ids."""
         self._lock, self._wake = asyncio.Lock(), asyncio.Event()
 
     async def run(self) -> None:
@@ -152,14 +157,29 @@ class Lookout:
                 self._silent.discard(actor.id)
                 self._spoke.discard(actor.id)
                 self._due.pop(name, None)
+                self._unplaced.pop(actor.id, None)
                 if self._cluster.run.group(actor.called) in seen.groups:
                     self._cluster.remove_group(actor.called)
                 continue
             self._listen(actor)
+            self._start_anew(name, actor, seen, now)
             is_over = name in deleted or name in seen.retired
             if is_over and now > self._due.setdefault(name, now + KILL_WAIT_S):
                 log.warning("a keeper does not end, and is killed", node=name)
                 self._cluster.kill(actor.called)
+
+    def _start_anew(self, name: str, actor: Actor, seen: Snapshot, now: float) -> None:
+        """Kill an actor that Ray does not start though its place stands: its node has failed then, and is launched again."""
+        group = seen.groups.get(self._cluster.run.group(actor.called))
+        if actor.state != "PENDING_CREATION" or actor.host_id or group is None or group.state != "CREATED":
+            self._unplaced.pop(actor.id, None)
+            return
+        waits_s = now - self._unplaced.setdefault(actor.id, now)
+        if waits_s > (SLOW_S if self._places[name].slow else UNPLACED_S):
+            log.warning(
+                "Ray does not start an actor whose place stands, and it is killed", node=name, waits_s=round(waits_s)
+            )
+            self._cluster.kill(actor.called)
 
     def _listen(self, actor: Actor) -> None:
         if actor.id in self._listening:

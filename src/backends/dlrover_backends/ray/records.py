@@ -103,12 +103,14 @@ class Place(NamedTuple):
     avoid: names of hosts that it must not run on
     group: of a standby, whose next node it may be; empty: it is no standby
     shape: of a standby, what nodes it fits
+    slow:  does its runtime environment need more than a new process?
     """
 
     wants: Mapping[str, float] = {}  # as above
     avoid: tuple[str, ...] = ()
     group: str = ""
     shape: str = ""
+    slow: bool = False
 
 
 class Snapshot(NamedTuple):
