@@ -235,6 +235,7 @@ def test_volcano_that_lets_no_pod_in_yet_is_waited_for() -> None:
     [
         (("--backend", "k8s:gang=lockstep"), "gang='lockstep': write native, volcano or coscheduling"),
         (("--backend", "k8s:queue=Mine"), "queue='Mine' is no queue: write lower-case letters"),
+        (("--backend", "k8s:rack=a b"), "rack='a b' is no label's key: write topology.kubernetes.io/rack"),
         (("--gang", "native", "--backend", "slurm"), "'native' is for --backend k8s, and the backend is slurm"),
         (("--queue", "a,b", "--backend", "k8s"), "'a,b' is no queue: write the name of a LocalQueue"),
     ],
