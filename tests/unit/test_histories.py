@@ -322,6 +322,28 @@ def leased() -> Drive:
     return drive
 
 
+def leased_to_a_model() -> Drive:
+    """Leases that are restored with a model: a rank dies, its words are void, and the next generation says where it goes on."""
+    drive = Drive(numbered=True, nodes_max=2, nproc=1).up()
+    drive.say(shards.RegisterDataset("worker-0-0", 1, "train", 100, 7, "shuffled", "f00d", 2, 0, shards.MODEL_LEASE))
+
+    def hear(node: str, generation: int, acked: tuple[int, int]) -> None:
+        said = (Ranges([acked]).pack(), 0, Ranges().pack())
+        drive.do(leases.HearLease(node, "train", 60, 4, 20_000, *said, 4, generation))
+
+    drive.say(leases.RestoreLeases("worker-0-0", 1, "train", 0, 0, Ranges().pack()))
+    hear("worker-0-0", 1, (0, 0))
+    hear("worker-1-0", 1, (0, 0))
+    hear("worker-0-0", 1, (0, 30))
+    drive.exit("worker-1-0", 1, -9, step=27)
+    hear("worker-0-0", 1, (30, 40))
+    drive.take_over()
+    drive.run(11)
+    drive.say(leases.RestoreLeases("worker-0-0", 2, "train", 1, 10, Ranges([(0, 20), (50, 60)]).pack()))
+    hear("worker-1-0", 2, (0, 0))
+    return drive
+
+
 def poisoned() -> Drive:
     """The same sample ends a worker twice and is quarantined; a range is suspected; a master dies in between."""
     drive = Drive(numbered=True, nodes_max=2, nproc=1, max_restarts=4).up()
@@ -347,6 +369,7 @@ STORIES: dict[str, Callable[[], Drive]] = {
         suspended_without_nodes,
         consumed,
         leased,
+        leased_to_a_model,
         poisoned,
     )
 }
@@ -508,4 +531,13 @@ def test_the_story_of_leases(hashes: dict[str, Any]) -> None:
     one = _recorded("leased").leases.of("worker")["eval"]
     assert one.acked == ((0, 20), (50, 60))
     assert (one.lease("worker-1-0").spans, one.again, one.returns) == ((), 114, 3)
+    assert not list(one.check())
+
+
+def test_the_story_of_a_model_that_leases(hashes: dict[str, Any]) -> None:
+    """What the restored state was trained on is used, and all else was free again as the next generation began."""
+    one = _recorded("leased_to_a_model").leases.of("worker")["train"]
+    assert (one.acked, one.generation, one.again) == (((0, 20), (50, 60)), 2, 10)
+    assert [node for node, lease in one.held.items() if lease.spans] == ["worker-1-0"]
+    assert one.free[-1][1] == 200
     assert not list(one.check())
