@@ -15,8 +15,9 @@ from drive import Drive
 from dlrover_core.data.ranges import Ranges, Span
 from dlrover_core.data.trained import RanksMissing, Trained, joined, pack, unpack
 from dlrover_core.errors import SpecError
+from dlrover_core.history.lease_audit import LeaseAudit, lines
 from dlrover_core.job import leases
-from dlrover_core.job.leases import Leased, Leases, LeasesRestored, RecallLease, RestoreLeases
+from dlrover_core.job.leases import Leased, LeaseGranted, Leases, LeasesRestored, RecallLease, RestoreLeases
 from dlrover_core.job.nodes import ReportLeft
 from dlrover_core.job.operations import DrainNode
 from dlrover_core.job.shards import MODEL_LEASE, RegisterDataset
@@ -31,6 +32,14 @@ from dlrover_core.testing.restored_leases import NAME, SOURCE, Node, Rank, State
 
 TICK_S, MOST_TICKS = 0.1, 4_000
 SIZE, EPOCHS, SHARD = 300, 2, 4
+
+
+def audited(records: Any) -> Any:
+    """What the log alone proves."""
+    audit = LeaseAudit()
+    for record in records:
+        audit.feed(record)
+    return audit.proofs()
 
 
 class Play:
@@ -186,6 +195,8 @@ class Play:
             for rank in node.ranks:
                 model.update(rank.model)
         assert model == Counter(range(SIZE * EPOCHS)), "the last model was not trained once on each position"
+        (proof,) = audited(self.drive.records)
+        assert (proof.findings, proof.samples) == ((), SIZE * EPOCHS)
         for fact in self.drive.facts(LeasesRestored):
             state = self.states.bases[fact.generation][0]
             assert (fact.of, fact.step) == state, "the log says that it resumed from another state"
@@ -203,6 +214,23 @@ def test_few_ranges_are_published() -> None:
     play = Play(1, strikes=0).play().check()
     assert max(len(rank.trained) for node in play.running for rank in node.ranks) <= 24
     assert play.leased.again == 0
+
+
+def test_the_audit_names_what_is_wrong() -> None:
+    """A log in which the leader, or ranks, have gone wrong is not proved, and says which positions."""
+    every = Play(2).play().check().drive.records
+    granted = next(record for record in every if isinstance(record.event, LeaseGranted))
+    last = next(record for record in reversed(every) if isinstance(record.event, LeasesRestored))
+    forgets = last._replace(event=last.event._replace(of=last.event.generation, spans=Ranges().pack()))
+    for records, kind in (
+        ([each for one in every for each in ((one, one) if one is granted else (one,))], "in the model twice"),
+        ([one for one in every if not isinstance(one.event, LeaseGranted)], "not leased"),
+        ([each for one in every for each in ((one, forgets) if one is last else (one,))], "missing"),
+    ):
+        (proof,) = audited(records)
+        assert kind in {one.kind for one in proof.findings}
+        assert any("NOT proved" in line for line in lines((proof,)))
+        assert any(kind in line for line in lines((proof,)))
 
 
 # ---- planted bugs

@@ -71,7 +71,7 @@ class States:
     def lose(self, node: str, random: Random) -> None:
         """A node is gone with its memory: of some states, those that no storage has, its parts are lost."""
         for state, parts in self.parts.items():
-            if random.random() < 0.5:
+            if random.random() < 0.3:
                 self.parts[state] = {rank: part for rank, part in parts.items() if part.node != node}
 
     def check(self, state: State) -> None:

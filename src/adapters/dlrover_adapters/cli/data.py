@@ -128,14 +128,21 @@ async def _changes(records: AsyncIterator[Record]) -> AsyncIterator[tuple[JobSta
 
 
 async def _verify(args: argparse.Namespace, source: read.Source) -> int:
-    from dlrover_core.history import render_ledger
+    from dlrover_core.history import lease_audit, render_ledger
     from dlrover_core.history.audit import Audit, proof_values
+    from dlrover_core.history.plain import plain
 
-    audit = Audit()
+    audit, by_leases = Audit(), lease_audit.LeaseAudit()
     async for record in source.log.read(source.job):
         audit.feed(record)
-    proofs = audit.proofs()
-    if not proofs:
+        by_leases.feed(record)
+    proofs, leased = audit.proofs(), by_leases.proofs()
+    if not (proofs or leased):
         raise NotFound(f"job {source.job!r} {NO_DATA}")
-    print(read.as_json(proof_values(proofs)) if args.json else "\n".join(render_ledger.proofs(proofs)))
-    return FAILED if any(one.findings for one in proofs) else OK
+    wrong = any(one.findings for one in proofs) or any(one.findings for one in leased)
+    if args.json:
+        told = proof_values(proofs) | ({"proved": not wrong, "leased": plain(leased)} if leased else {})
+        print(read.as_json(told))
+    else:
+        print("\n".join([*(render_ledger.proofs(proofs) if proofs else ()), *lease_audit.lines(leased)]))
+    return FAILED if wrong else OK
