@@ -201,15 +201,13 @@ def _continued(
 
 def _owned(found: Sequence[Sequence[Raised]]) -> list[Chain]:
     """Chains with their own lines: what stands between theirs, but is another one's or nobody's, is not among them."""
-    owner = {row: place for place, links in enumerate(found) for one in links for row in one.rows}
+    taken = {row for links in found for one in links for row in one.rows}
     made = []
-    for place, links in enumerate(found):
-        foreign = {row for one in links for row in range(one.first, one.last + 1) if owner.get(row) != place}
+    for links in found:
+        own = {row for one in links for row in one.rows}
+        foreign = (taken - own).union(*(set(range(one.first, one.last + 1)) - own for one in links))
         chain = Chain(tuple(links))
-        span = range(chain.first, chain.last + 1)
-        made.append(
-            chain._replace(rows=tuple(row for row in span if row not in foreign and owner.get(row, place) == place))
-        )
+        made.append(chain._replace(rows=tuple(sorted(set(range(chain.first, chain.last + 1)) - foreign))))
     return made
 
 
@@ -263,6 +261,7 @@ class _Head:
     link: str
     joins: int = -1
     frames: list[tuple[str, str, str]] = field(default_factory=list)
+    known: set[tuple[str, str, str]] = field(default_factory=set)
     rows: list[int] = field(default_factory=list)
 
 
@@ -330,7 +329,7 @@ class _Knot:
     def read(self) -> tuple[list[list[Raised]], int]:
         """Its exceptions, and the last line that was looked at."""
         lines, foreign, link = self._lines, 0, ALONE
-        while self._number < len(lines) and len(self._titles) < len(self._heads) <= OPEN_MAX:
+        while self._number < len(lines) and len(self._titles) < len(self._heads):
             if foreign > (BETWEEN_MAX if self._titles else FOREIGN_MAX):
                 break
             line, number = lines[self._number], self._number
@@ -339,7 +338,7 @@ class _Knot:
             if frame is not None:
                 self._frame((frame["file"], frame["line"], (frame["function"] or "").strip()))
                 foreign = 0
-            elif head is not None:
+            elif head is not None and len(self._heads) < OPEN_MAX:
                 self._open(number, _bare(head["lead"]), link)
                 link = ALONE
             elif "above exception" in line:
@@ -364,10 +363,11 @@ class _Knot:
         bare = next((place for place in waiting if not self._heads[place].frames), -1)
         if bare >= 0:
             self._newest = bare
-        elif self._newest not in waiting or frame in self._heads[self._newest].frames:
-            lack = (place for place in waiting if frame not in self._heads[place].frames)
+        elif self._newest not in waiting or frame in self._heads[self._newest].known:
+            lack = (place for place in waiting if frame not in self._heads[place].known)
             self._newest = next(lack, self._newest if self._newest in waiting else waiting[0])
         self._heads[self._newest].frames.append(frame)
+        self._heads[self._newest].known.add(frame)
         self._heads[self._newest].rows.append(self._number)
 
     def _title(self, line: str) -> bool:
