@@ -237,8 +237,14 @@ def test_refusals_reach_the_leader() -> None:
         await on.backend.launch(make_launch(9), 1)
         quota = failed(403, 'pods "x" is forbidden: exceeded quota: q', method="POST", reason="Forbidden")
         right = failed(403, 'User "v" cannot create resource "pods" in API group ""', method="POST")
-        on.server.faults["POST"] = deque([quota, right, *[failed(429, after="0")] * 3])
-        for permanent, words in ((False, "exceeded quota"), (True, "verb create")):
+        lacking = "failed quota: q: must specify limits.cpu for: node"
+        unsaid = failed(403, f'pods "x" is forbidden: {lacking}', method="POST", reason="Forbidden")
+        on.server.faults["POST"] = deque([quota, unsaid, right, *[failed(429, after="0")] * 3])
+        for permanent, words in (
+            (False, "exceeded quota"),
+            (True, r"must specify limits.cpu for: node; write limits.cpu for: node under resources of each container"),
+            (True, "verb create"),
+        ):
             with pytest.raises(LaunchRefused, match=words) as refused:
                 await on.backend.launch(make_launch(), 1)
             assert refused.value.permanent is permanent

@@ -163,8 +163,38 @@ def test_hosts_to_avoid_and_resources() -> None:
     assert spec["affinity"]["nodeAffinity"][key]["nodeSelectorTerms"][0]["matchExpressions"]
     assert spec["containers"][0]["resources"] == {
         "requests": {"x.y/nic": "1", "memory": "2048Mi", "cpu": "500m"},
-        "limits": {"memory": "2048Mi", "nvidia.com/gpu": "8"},
+        "limits": {"memory": "2048Mi", "cpu": "1", "nvidia.com/gpu": "8"},
     }
+
+
+@pytest.mark.parametrize(
+    ("requests", "limits", "asked", "found"),
+    [
+        # what the job asks for is the template's own: it stays, word by word
+        (["1", "200Mi"], ["2", "400Mi"], (1000, 400), (["1", "200Mi"], ["2", "400Mi"])),
+        ([], ["2", "0.5Gi"], (2000, 512), ([], ["2", "0.5Gi"])),
+        (["1", "200Mi"], [], (1000, 200), (["1", "200Mi"], [])),
+        # more memory after an end for want of it
+        (["1", "200Mi"], ["2", "400Mi"], (1000, 800), (["1", "800Mi"], ["2", "800Mi"])),
+        (["2", "1Gi"], ["2", "1Gi"], (2000, 2048), (["2", "2048Mi"], ["2", "2048Mi"])),
+        # the job asks for more CPUs than the template's limit, and for fewer
+        (["1", "1Gi"], ["2", "1Gi"], (4000, 1024), (["4000m", "1Gi"], ["4000m", "1Gi"])),
+        (["1", "1Gi"], ["2", "1Gi"], (500, 1024), (["500m", "1Gi"], ["2", "1Gi"])),
+        (["1", "1Gi"], ["two", "1Gi"], (500, 1024), (["500m", "1Gi"], ["two", "1Gi"])),
+    ],
+)
+def test_limits_stay_as_they_are_written(
+    requests: list[str], limits: list[str], asked: tuple[int, int], found: tuple[list[str], list[str]]
+) -> None:
+    """A pod keeps its quality-of-service class: nothing is raised that the job does not ask for, and no limit is lost."""
+    kinds = ("cpu", "memory")
+    given = {"requests": dict(zip(kinds, requests)), "limits": dict(zip(kinds, limits))}
+    pod = made(
+        NODE._replace(cpu_m=asked[0], memory_mib=asked[1]),
+        template={"spec": {"containers": [{"resources": {key: one for key, one in given.items() if one}}]}},
+    )
+    resources = pod["spec"]["containers"][0]["resources"]
+    assert tuple(list(resources.get(key, {}).values()) for key in ("requests", "limits")) == found
 
 
 def test_no_image_is_refused_for_good() -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dlrover_backends.k8s import names, owning
 from dlrover_backends.k8s.api import Json
+from dlrover_backends.k8s.elasticjob import quantities
 from dlrover_backends.k8s.settings import TEMPLATE, Settings
-from dlrover_core.errors import LaunchRefused
+from dlrover_core.errors import LaunchRefused, SpecError
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.backends import ADDRESS, HOST, TOKEN, BackendContext
 
@@ -123,14 +124,20 @@ def _filled(main: Json, here: BackendContext, told: Settings, node: NodeLaunch, 
 
 
 def _with_resources(main: Json, node: NodeLaunch, gpu: str) -> None:
-    """What the job asks for replaces what the template asks for of that kind; memory above the request is not promised."""
+    """What the job asks for replaces what the template asks for of that kind, unless that is the same: pods keep their class.
+
+    More memory, as after an end for want of it, is both promised and the limit.
+    """
     resources = dict(main.get("resources") or {})
     requests, limits = dict(resources.get("requests") or {}), dict(resources.get("limits") or {})
-    if node.memory_mib:
+    memory = limits.get("memory", requests.get("memory"))
+    if node.memory_mib and _measured(quantities.mib, memory) != node.memory_mib:
         requests["memory"] = limits["memory"] = f"{node.memory_mib}Mi"
-    if node.cpu_m:
+    if node.cpu_m and _measured(quantities.thousandths, requests.get("cpu", limits.get("cpu"))) != node.cpu_m:
         requests["cpu"] = f"{node.cpu_m}m"
-        limits.pop("cpu", None)  # one below the request is refused, and one above throttles for nothing
+        limit = _measured(quantities.thousandths, limits.get("cpu"))
+        if limit is not None and limit < node.cpu_m:  # refused; and without one a quota may refuse the pod
+            limits["cpu"] = requests["cpu"]
     if node.gpus:
         requests.pop(gpu, None)
         limits[gpu] = str(node.gpus)
@@ -138,6 +145,14 @@ def _with_resources(main: Json, node: NodeLaunch, gpu: str) -> None:
     main["resources"] = {**resources, **{key: value for key, value in found.items() if value}}
     if not main["resources"]:
         del main["resources"]
+
+
+def _measured(unit: Callable[[object, str], int], told: object) -> int | None:
+    """A quantity of a template; None: it has none, or one that the API server will refuse."""
+    try:
+        return None if told is None else unit(told, "resources")
+    except SpecError:
+        return None
 
 
 def _with_shm(spec: Json, main: Json) -> None:

@@ -33,6 +33,13 @@ def of_forbidden(error: Forbidden) -> LaunchRefused:
     message = error.message
     if "exceeded quota" in message:
         return LaunchRefused(f"QuotaExceeded: {message}", permanent=False)
+    if "failed quota" in message and "must specify" in message:
+        lacking = message.rpartition("must specify")[2].strip()
+        return LaunchRefused(
+            f"{message}; write {lacking} under resources of each container of the nodes' pod template, or give the namespace a "
+            "LimitRange with defaults",
+            permanent=True,
+        )
     if "podgroup phase is Pending" in message:  # Volcano's admission, where it is set up so
         return LaunchRefused(f"Gang: {message}", permanent=False)
     if " cannot " in message and " resource " in message:
