@@ -16,6 +16,7 @@ from dlrover_core import AVOIDED, BackendContext, LaunchRefused, NodeLaunch
 from dlrover_core.diagnosis import signatures
 from dlrover_core.diagnosis.classify import of_platform
 from dlrover_core.errors import SpecError
+from dlrover_core.runtime.backend import PRINTED
 
 HERE = BackendContext(
     "Big Job", "r1", ("10.0.0.1:29400",), "a-secret", arguments=("train.py", "--lr", "0.1"), env={"PET_X": "1"}
@@ -188,7 +189,7 @@ def test_limits_stay_as_they_are_written(
 ) -> None:
     """A pod keeps its quality-of-service class: nothing is raised that the job does not ask for, and no limit is lost."""
     kinds = ("cpu", "memory")
-    given = {"requests": dict(zip(kinds, requests)), "limits": dict(zip(kinds, limits))}
+    given = {"requests": dict(zip(kinds, requests, strict=False)), "limits": dict(zip(kinds, limits, strict=False))}
     pod = made(
         NODE._replace(cpu_m=asked[0], memory_mib=asked[1]),
         template={"spec": {"containers": [{"resources": {key: one for key, one in given.items() if one}}]}},
@@ -356,6 +357,11 @@ def test_avoided_hosts_are_told() -> None:
         ("ErrImagePull", "rpc error: code = NotFound desc = failed to resolve reference", "failed"),
         ("ErrImagePull", "dial tcp: i/o timeout", "pending"),
         ("ImagePullBackOff", "Back-off pulling image", "pending"),
+        ("CreateContainerConfigError", "failed to sync secret cache: timed out waiting for the condition", "pending"),
+        ("CreateContainerError", "context deadline exceeded", "pending"),
+        ("CreateContainerError", 'failed to reserve container name "node_x": name is reserved for "a1"', "pending"),
+        ("CreateContainerError", "rpc error: code = Unavailable desc = connection error", "pending"),
+        ("CreateContainerError", "no command specified", "failed"),
     ],
 )
 def test_what_waiting_does_not_mend(reason: str, message: str, phase: str) -> None:
@@ -364,6 +370,35 @@ def test_what_waiting_does_not_mend(reason: str, message: str, phase: str) -> No
     pod["status"]["containerStatuses"][0]["state"]["waiting"] = {"reason": reason, "message": message}
     seen = endings.observation(pod)
     assert (seen.phase, (seen.reason or seen.waits).partition(":")[0]) == (phase, reason)
+
+
+def test_a_start_that_timed_out_says_nothing_of_the_configuration() -> None:
+    """Not every container that did not start never will: where the runtime was too slow, the node is launched again."""
+    pod = shown("err-0", "Failed")[-1]
+    ended = pod["status"]["containerStatuses"][0]["state"]["terminated"]
+    ended |= {"exitCode": 128, "reason": "StartError", "message": "failed to create task: context deadline exceeded"}
+    assert endings.observation(pod).reason == f"exit code 128{PRINTED}{ended['message']}"
+    ended["message"] = "exec: no such file or directory"
+    assert endings.observation(pod).reason == f"StartError: {ended['message']}"
+
+
+def test_a_failed_init_container_is_the_end() -> None:
+    """Where the node's own container never ran, its end is that of the init container that failed."""
+    pod = shown("err-0", "Failed")[-1]
+    status = pod["status"]
+    status["containerStatuses"][0]["state"] = {"waiting": {"reason": "PodInitializing"}}
+    ended: dict[str, Any] = {"exitCode": 137, "reason": "OOMKilled", "message": "too much"}
+    status["initContainerStatuses"] = [
+        {"name": "fetch", "state": {"terminated": {"exitCode": 0, "reason": "Completed"}}},
+        {"name": "unpack", "state": {"terminated": ended}},
+    ]
+    seen = endings.observation(pod)
+    assert (seen.phase, seen.exit_code, seen.reason) == ("failed", 137, "OOMKilled: init container unpack: too much")
+    ended |= {"exitCode": 3, "reason": "Error", "message": "no disk"}
+    seen = endings.observation(pod)
+    assert (seen.exit_code, seen.reason) == (3, f"exit code 3 of init container unpack{PRINTED}no disk")
+    status["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 1, "reason": "Error"}}
+    assert endings.observation(pod).reason == "exit code 1"
 
 
 def test_a_sidecar_does_not_hide_an_end() -> None:

@@ -20,6 +20,16 @@ ZONE = "topology.kubernetes.io/zone"
 TEXT_MAX = 300
 # What no waiting mends: the kubelet tries for ever, and the pod's own spec is wrong.
 HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError", "CreateContainerError"})
+# How kubelets and runtimes say that they were too slow, or are away: what passes, and ends no job.
+PASSING = (
+    "context deadline exceeded",
+    "code = DeadlineExceeded",
+    "code = Unavailable",
+    "failed to reserve container name",
+    "failed to sync secret cache",
+    "failed to sync configmap cache",
+    "timed out waiting for the condition",
+)
 PULLING = frozenset({"ErrImagePull", "ImagePullBackOff"})
 # How registries and runtimes say that there is no such image, rather than that it cannot be had now.
 NO_IMAGE = ("code = NotFound", "manifest unknown", "not found: manifest", "repository does not exist", "name unknown")
@@ -92,9 +102,15 @@ def _ended(pod: Json, name: str, main: Json | None, wall_s: float | None) -> Obs
     """How it ended. OOM is the container's; eviction, shutdown and refusal are the pod's; a disruption is a condition."""
     status = pod.get("status") or {}
     terminated: Json = ((main or {}).get("state") or {}).get("terminated") or {}
+    first = {} if terminated else _failed_before(status)
+    terminated = terminated or (first.get("state") or {}).get("terminated") or {}
+    whose = f"init container {first['name']}" if first else ""
     code = int(terminated.get("exitCode", 0) or 0)
     signal = int(terminated.get("signal", 0) or 0)
     own, word = str(terminated.get("reason") or ""), str(status.get("reason") or "")
+    # A runtime that was too slow says nothing of the configuration.
+    if own == "StartError" and _passes(str(terminated.get("message") or "")):
+        own = "Error"
     taken = disruption(pod)
     # A condition that an eviction from within the kubelet sets is less than the pod's own word (Evicted, Terminated).
     reason = "OOMKilled" if own == "OOMKilled" else _word(word, taken)
@@ -113,13 +129,24 @@ def _ended(pod: Json, name: str, main: Json | None, wall_s: float | None) -> Obs
     if failed and not reason:
         reason, detail = own if own not in {"Error", "Completed"} else "", terminated.get("message")
     if reason:
+        if whose and reason == own:
+            detail = ": ".join(filter(None, (whose, str(detail or terminated.get("message") or ""))))
         told = _worded(reason, detail)
     else:  # the kubelet's message is then what the container left, or printed last
         last = " ".join(str(detail or "").split())[-TEXT_MAX:]
-        told = f"exit code {code}{PRINTED}{last}" if last else f"exit code {code}"
+        told = f"exit code {code}{whose and f' of {whose}'}"
+        told = f"{told}{PRINTED}{last}" if last else told
     return Observation(
         name, "failed" if failed else "succeeded", -signal if signal else code, told, age_us=_age_us(terminated, wall_s)
     )
+
+
+def _failed_before(status: Json) -> Json:
+    """The init container that failed, so that the node's own one never ran; empty: none did."""
+    for one in status.get("initContainerStatuses") or ():
+        if ((one.get("state") or {}).get("terminated") or {}).get("exitCode", 0):
+            return dict(one)
+    return {}
 
 
 def _unhealthy(main: Json) -> str:
@@ -167,11 +194,15 @@ def _hopeless(status: Json) -> str:
     for one in _statuses(status):
         waiting = (one.get("state") or {}).get("waiting") or {}
         reason, message = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
-        if reason in HOPELESS:
+        if reason in HOPELESS and not _passes(message):
             return _worded(reason, message)
         if reason in PULLING and any(words in message for words in NO_IMAGE):
             return _worded("ErrImagePull", message)
     return ""
+
+
+def _passes(message: str) -> bool:
+    return any(words in message for words in PASSING)
 
 
 def _waits(pod: Json) -> str:
