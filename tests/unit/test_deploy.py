@@ -60,7 +60,7 @@ def test_the_schema_takes_what_users_write(job: Json) -> None:
     ("path", "value", "said"),
     [
         ("spec.replicaSpecs", None, "spec.replicaSpecs"),
-        ("spec.replicaSpecs.worker.replicas", 0, "greater than or equal to 1"),
+        ("spec.replicaSpecs.worker.replicas", -1, "greater than or equal to 0"),
         ("spec.replicaSpecs.worker.replicas", "4", "must be of type integer"),
         ("spec.suspend", "yes", "must be of type boolean"),
         ("spec.replicaSpecs.worker.template", "pod", "must be of type object"),

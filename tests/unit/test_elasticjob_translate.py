@@ -16,8 +16,8 @@ import yaml
 from dlrover_adapters.cli import groups
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.plain import tf_config
-from dlrover_backends.k8s import masters
-from dlrover_backends.k8s.elasticjob import launchers, quantities, reconcile, shell, translate
+from dlrover_backends.k8s import masters, quantities
+from dlrover_backends.k8s.elasticjob import crd, launchers, reconcile, shell, translate
 from dlrover_core.errors import SpecError
 from dlrover_core.spec import EACH, JobSpec
 
@@ -125,6 +125,18 @@ def test_parameter_servers_are_sets_of_their_own(tmp_path: Path) -> None:
     ps, worker = spec_of(translate.read(JOBS["deepfm"]), tmp_path).groups
     assert (ps.coupling, ps.ends, ps.uses) == (EACH, False, ("ps", "worker"))
     assert (worker.coupling, worker.ends, worker.uses) == (EACH, True, ("ps", "worker"))
+
+
+def test_a_group_of_no_nodes_is_left_out(tmp_path: Path) -> None:
+    """Templates of DLRover's users keep a group at 0 replicas: the others run, and are told of no such group."""
+    found = job("deepfm")
+    found["spec"]["replicaSpecs"]["ps"] |= {"replicas": 0, "minReplicas": 0}
+    made = translate.read(found)
+    (worker,) = spec_of(made, tmp_path).groups
+    assert (worker.name, worker.uses) == ("worker", ("worker",))
+    assert "spec.replicaSpecs.ps: its replicas are 0: the job has no such group" in made.notes
+    fields = crd.schema()["properties"]["spec"]["properties"]["replicaSpecs"]["additionalProperties"]["properties"]
+    assert [fields[one]["minimum"] for one in ("replicas", "minReplicas", "maxReplicas")] == [0, 0, 0]
 
 
 def test_tasks_of_tensorflow_are_told_of_each_other() -> None:

@@ -12,9 +12,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dlrover_backends.k8s import names, owning
+from dlrover_backends.k8s import names, owning, quantities
 from dlrover_backends.k8s.api import Json
-from dlrover_backends.k8s.elasticjob import quantities
 from dlrover_backends.k8s.settings import TEMPLATE, Settings
 from dlrover_core.errors import LaunchRefused, SpecError
 from dlrover_core.job.orders import NodeLaunch

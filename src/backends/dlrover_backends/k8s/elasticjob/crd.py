@@ -132,9 +132,9 @@ def _replica() -> Json:
         "type": "object",
         "required": ["template"],
         "properties": {
-            "replicas": _number("most nodes to run; 1 unless said", 1, NODES_MAX),
-            "minReplicas": _number("fewest nodes to work with; else the MIN of --nnodes, else 1", 1, NODES_MAX),
-            "maxReplicas": _number("the same as replicas", 1, NODES_MAX),
+            "replicas": _number("most nodes to run; 1 unless said; 0: the job has no such group", 0, NODES_MAX),
+            "minReplicas": _number("fewest nodes to work with; else the MIN of --nnodes, else 1", 0, NODES_MAX),
+            "maxReplicas": _number("the same as replicas", 0, NODES_MAX),
             "standby": _number("pods kept warm, which take the places of dead nodes; 0 unless said", 0, NODES_MAX),
             "restartCount": _number("relaunches of one node before it is given up", 0),
             "restartTimeout": _number("accepted, and does nothing", 0),

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from dlrover_backends.k8s.api import Json
+from dlrover_backends.k8s.quantities import shown
 from dlrover_core.errors import SpecError
 
-SHOWN_MAX = 80
 _NAMED = {"env": "{name: A, value: b}", "volumeMounts": "{name: data, mountPath: /data}"}
 _LISTS = {
     **_NAMED,
@@ -82,9 +82,3 @@ def _texts(value: Any, at: str) -> None:
     for name, one in (value or {}).items():
         if not isinstance(one, str):
             raise SpecError(f"{at}.{name}", f"{shown(one)} is no text: write it in quotes")
-
-
-def shown(value: object) -> str:
-    """A value in a message, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}..."

@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from dlrover_backends.k8s import kueue, names, paths, pods
+from dlrover_backends.k8s import kueue, names, paths, pods, quantities
 from dlrover_backends.k8s.api import Json
-from dlrover_backends.k8s.elasticjob import launchers, quantities, shapes
+from dlrover_backends.k8s.elasticjob import launchers, shapes
 from dlrover_backends.k8s.elasticjob.launchers import Command
-from dlrover_backends.k8s.elasticjob.shapes import shown
+from dlrover_backends.k8s.quantities import shown
 from dlrover_backends.k8s.settings import COSCHEDULING, NATIVE, VOLCANO
 from dlrover_core.errors import SpecError
 
@@ -131,6 +131,14 @@ def read(thing: Mapping[str, Any], lines: launchers.Lines | None = None) -> Job:
         raise SpecError(
             "spec.replicaSpecs", "missing: write worker: with replicas and a template with the nodes' container"
         )
+    wanted = {key: one for key, one in specs.items() if str(one.get("replicas")) != "0"}
+    if wanted:  # else the first one is told as wrong
+        notes += [
+            f"spec.replicaSpecs.{key}: its replicas are 0: the job has no such group"
+            for key in specs
+            if key not in wanted
+        ]
+        specs = wanted
     strategy = _strategy(spec)
     made = [_Reader(name, key, one, spec, strategy, specs, lines).read() for key, one in specs.items()]
     for one in made:

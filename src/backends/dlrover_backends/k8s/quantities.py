@@ -6,7 +6,6 @@ import math
 import re
 from decimal import Decimal
 
-from dlrover_backends.k8s.elasticjob.shapes import shown
 from dlrover_core.errors import SpecError
 
 _FORM = re.compile(r"\+?([0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})([numk]|[KMGTPE]i|[MGTPE]|[eE][+-]?[0-9]{1,2})?")
@@ -17,6 +16,7 @@ _UNITS |= {one: Decimal(1000) ** power for power, one in enumerate("MGTPE", 2)}
 MIB = Decimal(2**20)
 MOST = Decimal(2**63 - 1)
 """Kubernetes has no larger one."""
+SHOWN_MAX = 80
 
 
 def amount(value: object, field: str) -> Decimal:
@@ -40,3 +40,9 @@ def mib(value: object, field: str) -> int:
 def thousandths(value: object, field: str) -> int:
     """CPUs in thousandths, rounded up. Raises `SpecError`."""
     return math.ceil(amount(value, field) * 1000)
+
+
+def shown(value: object) -> str:
+    """A value in a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}..."
