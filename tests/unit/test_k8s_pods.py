@@ -438,6 +438,47 @@ def test_recorded_refusals_of_a_create() -> None:
     assert 'namespaces "nowhere" not found' in found["missing namespace"].reason
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "command"),
+    [
+        (
+            "GET",
+            "/apis/kueue.x-k8s.io/v1beta2/resourceflavors/a",
+            (
+                "kubectl create clusterrole dlrover-resourceflavors --verb=get --resource=resourceflavors.kueue.x-k8s.io, and "
+                "bind it with kubectl create clusterrolebinding"
+            ),
+        ),
+        (
+            "PATCH",
+            "/apis/kueue.x-k8s.io/v1beta2/namespaces/ml/workloads/w/status?a=b",
+            (
+                "kubectl -n ml create role dlrover-workloads-status --verb=patch --resource=workloads.kueue.x-k8s.io/status, and "
+                "bind it with kubectl create rolebinding"
+            ),
+        ),
+        (
+            "POST",
+            "/apis/scheduling.volcano.sh/v1beta1/namespaces/ml/podgroups",
+            (
+                "kubectl -n ml create role dlrover-podgroups --verb=create,get,patch,delete "
+                "--resource=podgroups.scheduling.volcano.sh,"
+            ),
+        ),
+        ("GET", "/api/v1/nodes/h1", "kubectl create clusterrole dlrover-nodes --verb=get --resource=nodes,"),
+        ("GET", "/api/v1/pods", "kubectl create clusterrole dlrover-pods --verb=create,get,list,watch,delete "),
+        (
+            "POST",
+            "/api/v1/namespaces/ml/pods/p/proxy/x/y",
+            "kubectl -n ml create role dlrover-pods-proxy --verb=create,get --resource=pods/proxy,",
+        ),
+    ],
+)
+def test_a_missing_right_is_granted_where_it_is_missing(method: str, path: str, command: str) -> None:
+    """The command names API group and subresource, and makes a ClusterRole for what lies in no namespace."""
+    assert f"grant it: {command}" in refusals.missing_right(of_answer(Request(method, path), 403, {}, {}))
+
+
 @pytest.mark.parametrize("status", [409, 429, 500, 503, 504])
 def test_what_is_no_refusal(status: int) -> None:
     """What may be asked again refuses nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlrover_backends.k8s.api import Json
-from dlrover_backends.k8s.errors import ApiError, Forbidden, Invalid, NotFound
+from dlrover_backends.k8s.errors import ApiError, Forbidden, Invalid, NotFound, Request
 from dlrover_core.errors import LaunchRefused
 
 RIGHTS = {
@@ -66,16 +66,25 @@ def of_removed(pod: Json) -> LaunchRefused:
 
 
 def missing_right(error: ApiError) -> str:
-    """Which verb on what is missing, and the command that grants it."""
-    path = error.asked.path.partition("?")[0].strip("/").split("/")
-    place = path.index("namespaces") if "namespaces" in path else -1
-    namespace = path[place + 1] if place >= 0 and len(path) > place + 1 else "NAMESPACE"
-    resource = path[place + 2] if place >= 0 and len(path) > place + 2 else path[-1]
-    if place >= 0 and len(path) > place + 4:
-        resource = f"{resource}/{path[place + 4]}"
-    verbs = ",".join(dict.fromkeys((*RIGHTS.get(resource, ()), error.asked.verb)))
-    role = f"dlrover-{resource.replace('/', '-')}"
+    """Which verb on what is missing, and the command that grants it: of a Role, or of a ClusterRole for what no namespace has."""
+    namespace, resource = place(error.asked)
+    kind, _, sub = resource.partition("/")
+    plain = "/".join(filter(None, (kind.partition(".")[0], sub)))
+    verbs = ",".join(dict.fromkeys((*RIGHTS.get(plain, ()), error.asked.verb)))
+    where, role = (f"kubectl -n {namespace}", "role") if namespace else ("kubectl", "clusterrole")
     return (
-        f"{error.message or 'no right'} (verb {error.asked.verb}, resource {resource}); grant it: kubectl -n {namespace} "
-        f"create role {role} --verb={verbs} --resource={resource}, and bind it with kubectl create rolebinding"
+        f"{error.message or 'no right'} (verb {error.asked.verb}, resource {resource}); grant it: {where} create {role} "
+        f"dlrover-{plain.replace('/', '-')} --verb={verbs} --resource={resource}, and bind it with kubectl create {role}binding"
     )
+
+
+def place(asked: Request) -> tuple[str, str]:
+    """Namespace and resource of a request; an empty namespace: all of them."""
+    parts = asked.path.partition("?")[0].strip("/").split("/")
+    rest = parts[2:] if parts[0] == "api" else parts[3:]
+    namespace = ""
+    if len(rest) > 2 and rest[0] == "namespaces":
+        namespace, rest = rest[1], rest[2:]
+    resource = rest[0] if rest else parts[-1]
+    group = f".{parts[1]}" if parts[0] == "apis" and len(parts) > 1 else ""
+    return namespace, f"{resource}{group}{f'/{rest[2]}' if len(rest) > 2 else ''}"

@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, Invalid, NotFound, Request
+from dlrover_backends.k8s.refusals import place
 
 TAKEN, RIGHT, QUOTA, RULES, INVALID, MISSING, NO_ANSWER = (
     "NameTaken",
@@ -73,7 +74,7 @@ def _forbidden(error: Forbidden, asked: str) -> Refusal:
 
 def remedy(error: ApiError) -> str:
     """Which part of ``deploy/`` grants the right that an answer says is missing."""
-    namespace, resource = _place(error.asked)
+    namespace, resource = place(error.asked)
     lacking = error.message.partition("attempting to grant")[2] or resource
     for named, overlay in OVERLAYS:
         if named.search(lacking):
@@ -88,17 +89,5 @@ def remedy(error: ApiError) -> str:
 
 def _asked(asked: Request) -> str:
     """``create services in namespace ml``."""
-    namespace, resource = _place(asked)
+    namespace, resource = place(asked)
     return f"{asked.verb} {resource} {f'in namespace {namespace}' if namespace else 'in all namespaces'}"
-
-
-def _place(asked: Request) -> tuple[str, str]:
-    """Namespace and resource of a request; an empty namespace: all of them."""
-    parts = asked.path.partition("?")[0].strip("/").split("/")
-    rest = parts[2:] if parts[0] == "api" else parts[3:]
-    namespace = ""
-    if len(rest) > 2 and rest[0] == "namespaces":
-        namespace, rest = rest[1], rest[2:]
-    resource = rest[0] if rest else parts[-1]
-    group = f".{parts[1]}" if parts[0] == "apis" and len(parts) > 1 else ""
-    return namespace, f"{resource}{group}{f'/{rest[2]}' if len(rest) > 2 else ''}"
