@@ -18,7 +18,7 @@ from dlrover_core.diagnosis.classify import (
     root,
     worker_death,
 )
-from dlrover_core.diagnosis.evidence import CLASSES, Evidence
+from dlrover_core.diagnosis.evidence import CLASSES, PRINTED, USER, Evidence
 from dlrover_core.diagnosis.signatures import own, table
 
 TRACEBACK = "Traceback (most recent call last):\n  File 'train.py', line 3\nValueError: bad batch"
@@ -264,3 +264,14 @@ codes = ["exit:77", "reason:Recalled"]
     assert of_exit(mine, 77, "", "").signature == "mine.stop"
     assert of_platform(mine, "failed", 0, "Recalled").signature == "mine.stop"
     assert of_platform(TABLE, "failed", 0, "Recalled").signature == "node.failed"
+
+
+def test_a_launcher_that_cannot_run_its_line() -> None:
+    """The status of wrong usage, with our launcher's own words: no other node can run it either. Neither alone says so."""
+    words = "dlrover-run: error: script: 'train.py' is not a file; for a module say -m, for a program --no-python"
+    told = f"exit code 2{PRINTED}Warning: x {words}"
+    found = of_platform(TABLE, "failed", 2, told)
+    assert (found.signature, found.verdict, found.line) == ("launcher.usage", USER, words)
+    assert of_platform(TABLE, "failed", 1, told).signature == "node.failed"
+    assert of_platform(TABLE, "failed", 2, f"exit code 2{PRINTED}train.py: error: --data").signature == "node.failed"
+    assert of_platform(TABLE, "failed", 2, "Evicted: low on memory").signature != "launcher.usage"

@@ -382,6 +382,17 @@ def test_a_start_that_timed_out_says_nothing_of_the_configuration() -> None:
     assert endings.observation(pod).reason == f"StartError: {ended['message']}"
 
 
+def test_a_script_that_the_image_does_not_have() -> None:
+    """The launcher's own words reach diagnosis from where they begin, however long they are."""
+    pod = shown("err-0", "Failed")[-1]
+    ended = pod["status"]["containerStatuses"][0]["state"]["terminated"]
+    words = f"dlrover-run: error: script: '{'x' * 400}.py' is not a file"
+    ended |= {"exitCode": 2, "reason": "Error", "message": f"Warning: a\n{words}"}
+    seen = endings.observation(pod)
+    assert seen.reason == f"exit code 2{PRINTED}{words[: endings.TEXT_MAX]}"
+    assert of_platform(TABLE, seen.phase, seen.exit_code, seen.reason).signature == "launcher.usage"
+
+
 def test_a_failed_init_container_is_the_end() -> None:
     """Where the node's own container never ran, its end is that of the init container that failed."""
     pod = shown("err-0", "Failed")[-1]

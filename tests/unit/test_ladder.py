@@ -210,7 +210,7 @@ def test_a_refused_node_is_done_without() -> None:
     assert rule(answer(refused, alive=False, others=2)) == ("AWAIT_EVIDENCE", "node.refused")
 
 
-@pytest.mark.parametrize("signature", ["k8s.config", "k8s.image_pull"])
+@pytest.mark.parametrize("signature", ["k8s.config", "k8s.image_pull", "launcher.usage"])
 def test_a_node_that_nothing_can_start_ends_the_job_at_once(signature: str) -> None:
     """A wrong image or configuration spends no relaunch before the first step; after it, it may be one node's."""
     case = Case(USER, signature, 0.9, "fail", "", "worker-1-0")

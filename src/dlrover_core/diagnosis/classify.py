@@ -23,6 +23,9 @@ from dlrover_core.diagnosis.signatures import PRIORITY, PRIORITY_CASC, Signature
 # How a backend's final refusal of a node begins, and its signature.
 REFUSED_WORD = "refused for good"
 REFUSED = "node.refused"
+# What a launcher of ours prints last, with this exit status, where it cannot run what its line says, and its signature.
+USAGE_WORD, EX_USAGE = "dlrover-run: error: ", 2
+USAGE = "launcher.usage"
 
 _CACHE = 1024
 # Exceptions' types have priorities below this in the table, general ones at most the other.
@@ -113,7 +116,9 @@ def of_exception(table: Table, text: str) -> Found | None:
 @functools.lru_cache(maxsize=_CACHE)
 def of_platform(table: Table, phase: str, exit_code: int, reason: str) -> Found:
     """A node's end, as its backend tells of it. ``phase``: failed, gone or lost; ``exit_code``: the node's, 0 if unknown."""
-    reason = reason.partition(PRINTED)[0]
+    reason, _, printed = reason.partition(PRINTED)
+    if exit_code == EX_USAGE and USAGE_WORD in printed:
+        return _found(_row(table, USAGE))._replace(line=printed[printed.rindex(USAGE_WORD) :])
     if reason.startswith(REFUSED_WORD):
         return _found(_row(table, REFUSED))
     word = re.match(r"[\w./-]*", reason)

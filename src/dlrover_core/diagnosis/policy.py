@@ -61,7 +61,7 @@ class Policy:
         },
     )
     fail_nodes: tuple[str, ...] = field(
-        default=("k8s.config", "k8s.image_pull"),
+        default=("k8s.config", "k8s.image_pull", "launcher.usage"),
         metadata={
             "doc": "signatures of nodes that never started, for a reason that every node of the job shares: they end the job at "
             "once if they come before its first step ever"
