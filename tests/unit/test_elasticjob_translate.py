@@ -105,7 +105,7 @@ def test_pods_that_are_kept_warm(tmp_path: Path) -> None:
         assert spec_of(made, tmp_path).groups[0].standby == count
         thing["metadata"] |= IN_CLUSTER
         rights = masters.rules(reconcile.plan_of(thing, made, SETTINGS))
-        assert bool(count) == any(one["resources"] == ["pods"] and one["verbs"] == ["patch"] for one in rights)
+        assert bool(count) == any(one["resources"] == ["configmaps"] and one["verbs"] == ["create"] for one in rights)
     field["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "research"}
     with pytest.raises(
         SpecError, match=r"spec.replicaSpecs.worker.standby: 2, with the label .*: research: a standby would"

@@ -26,3 +26,13 @@ class Api(Protocol):
         Raises `ApiError`: where the server refuses, `Unreachable` where the stream is cut or silent for ``read_s``.
         """
         ...
+
+
+def uid_of(thing: Json) -> str:
+    """An object's uid; empty: it has none."""
+    return str(thing["metadata"].get("uid") or "")
+
+
+def only(uid: str) -> Json:
+    """The options of a deletion of the object with this uid alone, and of none that has its name by now."""
+    return {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}

@@ -22,6 +22,7 @@ from dlrover_backends.k8s import (
     endings,
     gangs,
     guards,
+    kept,
     names,
     pods,
     queues,
@@ -30,7 +31,7 @@ from dlrover_backends.k8s import (
     standbys,
     templates,
 )
-from dlrover_backends.k8s.api import Api, Json
+from dlrover_backends.k8s.api import Api, Json, only, uid_of
 from dlrover_backends.k8s.errors import ApiError, Busy, Conflict, Forbidden, NotFound, Unreachable
 from dlrover_backends.k8s.hosts import Hosts
 from dlrover_backends.k8s.listwatch import READ_S, ListWatch, Snapshot
@@ -83,6 +84,7 @@ class KubernetesBackend:
         )
         self._guard = None if self._told.owner else guards.Guard(here, self._ask, lambda: self._namespace)
         self._list = Snapshot((), 0.0)  # the last one, without its objects
+        self._kept = kept.Kept(here, self._ask, lambda: self._path("pods"), self.is_ours)
         self._ended: set[str] = set()
         self._hosts = Hosts(now)
         self._queue: queues.Queue | None = None
@@ -137,7 +139,7 @@ class KubernetesBackend:
         return None
 
     async def delete(self, name: str, token: int, grace_s: float) -> None:
-        """Delete the node's pod, with at least a second of grace. Raises `Deposed`, `ApiError`."""
+        """Delete the node's pod, with at least a second of grace; keep one that has failed. Raises `Deposed`, `ApiError`."""
         self._fence(token)
         place, incarnation = _place(name)
         self._over[place] = max(incarnation, self._over.get(place, -1))
@@ -146,11 +148,18 @@ class KubernetesBackend:
         path, uid = self._path_of(name), self._uids.get(name)
         with contextlib.suppress(NotFound, Conflict):  # it is gone, or another one has its name
             if uid is not None:
-                await self._delete(path, uid, grace_s)
+                if not await self._keeps(name, path.rpartition("/")[2], uid):
+                    await self._delete(path, uid, grace_s)
                 return
             for found in await self._of_node(name):
                 if self.is_ours(found, await self._owned()):
-                    await self._delete(f"{self._path('pods')}/{found['metadata']['name']}", _uid(found), grace_s)
+                    await self._delete(f"{self._path('pods')}/{found['metadata']['name']}", uid_of(found), grace_s)
+
+    async def _keeps(self, name: str, pod: str, uid: str) -> bool:
+        shown_uid, shown = (self._shown or {}).get(name, ("", None))
+        if self._owner is None or shown is None or (shown.phase, shown_uid) != ("failed", uid):
+            return False
+        return await self._kept.keep(name, pod, uid, self._owner)
 
     async def _of_node(self, name: str) -> list[Json]:
         """The pods of a node that no list has shown. Raises `ApiError`."""
@@ -158,7 +167,9 @@ class KubernetesBackend:
             return [await self._ask("GET", self._path_of(name))]
         if self._warm is None or not self._warm.used:
             return []
-        found = await self._ask("GET", f"{self._path('pods')}?{_query(self._here)}")
+        found = await self._ask(
+            "GET", f"{self._path('pods')}?{names.query(names.labels(self._here.job, self._here.run))}"
+        )
         return [one for one in found.get("items") or () if endings.true_name(one) == name]
 
     def heard(self, seats: Collection[str]) -> None:
@@ -195,8 +206,8 @@ class KubernetesBackend:
                 async for one in seen:
                     if isinstance(one, Snapshot):
                         ours, self._list = self._ours(one, owner), one._replace(objects=())
-                        told = self._shown = {name: (_uid(pod), self._seen(pod)) for name, pod in ours.items()}
-                        self._uids |= {name: _uid(pod) for name, pod in ours.items()}
+                        told = self._shown = {name: (uid_of(pod), self._seen(pod)) for name, pod in ours.items()}
+                        self._uids |= {name: uid_of(pod) for name, pod in ours.items()}
                         self._note_pods(ours)
                         shown = [await self._judged(node) for _, node in told.values() if node.phase != "gone"]
                         yield Listed(tuple(shown))
@@ -297,15 +308,18 @@ class KubernetesBackend:
     async def _clear(self) -> None:
         await self._connected()
         owner = await self._found_owner()
-        found = await self._ask("GET", f"{self._path('pods')}?{_query(self._here)}")
+        found = await self._ask(
+            "GET", f"{self._path('pods')}?{names.query(names.labels(self._here.job, self._here.run))}"
+        )
         for pod in found.get("items") or ():
             if owner is not None and self.is_ours(pod, owner):
                 path = f"{self._path('pods')}/{pod['metadata']['name']}"
                 with contextlib.suppress(NotFound, Conflict):
-                    await self._delete(path, _uid(pod), 0.0)  # the masters gave them their grace
+                    await self._delete(path, uid_of(pod), 0.0)  # the masters gave them their grace
         if owner is not None and not self._told.owner:
+            await self._kept.clear(owner)
             with contextlib.suppress(NotFound, Conflict):
-                await self._ask("DELETE", self._owner_path(), _preconditions(_uid(owner)))
+                await self._ask("DELETE", self._owner_path(), only(uid_of(owner)))
         with contextlib.suppress(OSError):
             self._marker().unlink()  # a run of the same owner may begin again
 
@@ -338,7 +352,7 @@ class KubernetesBackend:
             return
         if not endings.is_deleted(found):
             with contextlib.suppress(NotFound, Conflict):
-                await self._delete(path, _uid(found), self._here.stop_grace_s)
+                await self._delete(path, uid_of(found), self._here.stop_grace_s)
         raise LaunchRefused(
             f"pod {found['metadata']['name']} of {last} has lost its labels and still runs; it is being deleted",
             permanent=False,
@@ -391,7 +405,7 @@ class KubernetesBackend:
             if standbys.is_free(pod):
                 return None
             self._named[endings.true_name(pod)] = str(pod["metadata"]["name"])
-        name, uid = endings.true_name(pod), _uid(pod)
+        name, uid = endings.true_name(pod), uid_of(pod)
         before = told.get(name)
         if type_ == "DELETED":
             if before is None or before[0] != uid:
@@ -438,7 +452,7 @@ class KubernetesBackend:
     def is_ours(self, pod: Json, owner: Json) -> bool:
         """Labels find a pod; only its owner's uid, which nobody can choose, proves it to be of this run."""
         owners = (pod.get("metadata") or {}).get("ownerReferences") or ()
-        return any(one.get("uid") == _uid(owner) for one in owners)
+        return any(one.get("uid") == uid_of(owner) for one in owners)
 
     async def _look_at(self, name: str, taken: Conflict) -> Json:
         """The name of a pod is taken: by this node, which is then launched already and returned, or by a stranger."""
@@ -457,7 +471,7 @@ class KubernetesBackend:
             return
         with contextlib.suppress(NotFound):
             found = await self._ask("GET", f"{self._path('pods')}/{made['metadata']['name']}")
-            if _uid(found) == _uid(made):
+            if uid_of(found) == uid_of(made):
                 return  # its labels were taken away
         raise refusals.of_removed(made)
 
@@ -474,7 +488,7 @@ class KubernetesBackend:
         now = self._now()
         self._made = {one: made for one, made in self._made.items() if now - made[0] < MADE_S}
         self._made[name] = (now, pod)
-        self._uids[name] = _uid(pod)
+        self._uids[name] = uid_of(pod)
         if standbys.is_standby(pod):
             self._named[name] = str(pod["metadata"]["name"])
         if self._pods is not None:
@@ -508,7 +522,7 @@ class KubernetesBackend:
         except NotFound:
             return None
         if self._told.owner:
-            return found if _uid(found) == self._here.run else None
+            return found if uid_of(found) == self._here.run else None
         labels = (found.get("metadata") or {}).get("labels") or {}
         ours = names.labels(self._here.job, self._here.run)
         if any(labels.get(key) != value for key, value in ours.items()):
@@ -524,7 +538,7 @@ class KubernetesBackend:
         except Conflict:
             made = await self._ask("GET", self._owner_path())
         with contextlib.suppress(OSError):
-            self._marker().write_text(_uid(made), encoding="utf-8")
+            self._marker().write_text(uid_of(made), encoding="utf-8")
         return made
 
     def _marker(self) -> Path:
@@ -565,7 +579,7 @@ class KubernetesBackend:
         raise AssertionError
 
     async def _delete(self, path: str, uid: str, grace_s: float) -> None:
-        await self._ask("DELETE", path, {**_preconditions(uid), "gracePeriodSeconds": pods.grace(grace_s)})
+        await self._ask("DELETE", path, {**only(uid), "gracePeriodSeconds": pods.grace(grace_s)})
 
     def _path(self, resource: str) -> str:
         return f"/api/v1/namespaces/{self._namespace}/{resource}"
@@ -578,20 +592,6 @@ class KubernetesBackend:
         if token < self._highest:
             raise Deposed(f"token {token}: a master with token {self._highest} has given orders")
         self._highest = token
-
-
-def _preconditions(uid: str) -> Json:
-    return {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
-
-
-def _query(here: BackendContext) -> str:
-    from urllib.parse import urlencode
-
-    return urlencode({"labelSelector": names.selector(here.job, here.run)})
-
-
-def _uid(thing: Json) -> str:
-    return str(thing["metadata"].get("uid") or "")
 
 
 def _place(name: str) -> tuple[str, int]:

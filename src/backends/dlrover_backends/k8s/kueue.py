@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dlrover_backends.k8s import names, owning
-from dlrover_backends.k8s.api import Json
+from dlrover_backends.k8s.api import Json, only
 from dlrover_core.runtime.backend import ENDS, SUSPENDED, Wanted
 
 GROUP, VERSION = "kueue.x-k8s.io", "v1beta2"
@@ -310,7 +310,7 @@ def _lives(one: Standing, living: Mapping[str, Sequence[Json]]) -> bool:
 
 def _gone(one: Standing) -> Write:
     metadata = one.object["metadata"]
-    body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": metadata["uid"]}}
+    body = only(metadata["uid"])
     return Write("delete", metadata["name"], body)
 
 

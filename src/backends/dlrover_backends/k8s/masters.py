@@ -368,7 +368,7 @@ def rules(job: MasterPlan) -> list[Rule]:
     """What masters may do in their namespace: with pods, and see what owns them."""
     api_version, _, path = owner_path(job).rpartition("/")[0].rpartition("/")
     found = [
-        _may("", "pods", "create", "delete", "get", "list", "watch"),
+        _may("", "pods", "create", "delete", "get", "list", "patch", "watch"),
         _may("", "pods/log", "get"),
         _may(api_version.rpartition("/")[0], path, "get", named=owner_path(job).rpartition("/")[2]),
     ]
@@ -376,8 +376,7 @@ def rules(job: MasterPlan) -> list[Rule]:
         found.append(_may("", "configmaps", "get", named=job.called))
     if job.standby:
         claims = names.claims_name(job.job or job.name, job.run)
-        found += [_may("", "pods", "patch"), _may("", "configmaps", "create")]
-        found.append(_may("", "configmaps", "get", "patch", named=claims))
+        found += [_may("", "configmaps", "create"), _may("", "configmaps", "get", "patch", named=claims)]
     if _follows(job):
         found.append(_may("policy", "poddisruptionbudgets", "get", "patch", named=budget_of(job)))
     gang = job.backend.get("gang", "")

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
+from urllib.parse import urlencode
 
 LABEL_JOB, LABEL_RUN, LABEL_NODE = "dlrover-core/job", "dlrover-core/run", "dlrover-core/node"
 LABEL_INDEX = "dlrover-core/index"
 """The node's place in its group, as a number."""
 LABEL_STANDBY = "dlrover-core/standby"
 """The group of a pod that waits without a node's name; a pod that has become a node has it no more."""
+LABEL_KEPT = "dlrover-core/kept"
+"""The run of a failed pod that no list of nodes has any more."""
 NOTE_STANDBY, NOTE_SHAPE = "dlrover-core/standby", "dlrover-core/shape"
 LABEL_BY, BY = "app.kubernetes.io/managed-by", "dlrover-core"
 NOTE_NAME, NOTE_NODE, NOTE_JOB = "dlrover-core/name", "dlrover-core/node-name", "dlrover-core/job-name"
@@ -52,6 +56,11 @@ def label_value(text: str) -> str:
 def selector(job: str, run: str) -> str:
     """The label selector of all pods of a run."""
     return ",".join(f"{key}={value}" for key, value in labels(job, run).items())
+
+
+def query(wanted: Mapping[str, str]) -> str:
+    """The query of a list of what has these labels."""
+    return urlencode({"labelSelector": ",".join(f"{key}={value}" for key, value in wanted.items())})
 
 
 def labels(job: str, run: str) -> dict[str, str]:

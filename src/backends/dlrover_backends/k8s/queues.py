@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, Union
 import structlog
 
 from dlrover_backends.k8s import endings, kueue, names
-from dlrover_backends.k8s.api import Api, Ask, Json
+from dlrover_backends.k8s.api import Api, Ask, Json, only, uid_of
 from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, Invalid, NotFound
 from dlrover_backends.k8s.listwatch import ListWatch, Snapshot
 from dlrover_backends.k8s.refusals import missing_right
@@ -302,7 +302,7 @@ class Queue:
         name = endings.true_name(pod)
         self._taken[name] = f"Preempted: {reason}"
         path = f"/api/v1/namespaces/{self._cluster.namespace}/pods/{pod['metadata']['name']}"
-        options = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": pod["metadata"]["uid"]}}
+        options = only(uid_of(pod))
         try:
             await self._ask("DELETE", path, options)
         except (NotFound, Conflict):

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import structlog
 
 from dlrover_backends.k8s import claims, endings, names, refusals, standbys
-from dlrover_backends.k8s.api import Ask, Json
+from dlrover_backends.k8s.api import Ask, Json, uid_of
 from dlrover_backends.k8s.backoff import BackOff
 from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, Invalid, NotFound
 from dlrover_backends.k8s.settings import Settings
@@ -198,7 +198,7 @@ class Warm:
     def listed(self, free: list[Json], began: float) -> None:
         """These are the free standbys, by a list that began then."""
         self._left = {uid: at for uid, at in self._left.items() if at >= began}
-        now = {_uid(pod): pod for pod in free if _uid(pod) not in self._left}
+        now = {uid_of(pod): pod for pod in free if uid_of(pod) not in self._left}
         late = {uid: pod for uid, pod in self._free.items() if self._since.get(uid, 0.0) >= began}
         self._free = {**late, **now}
         self._since = {uid: at for uid, at in self._since.items() if uid in self._free}
@@ -209,7 +209,7 @@ class Warm:
 
     def changed(self, type_: str, pod: Json) -> None:
         """A free standby has changed, or a pod that is none any more."""
-        uid = _uid(pod)
+        uid = uid_of(pod)
         if type_ == "DELETED" or not standbys.is_free(pod):
             if self._free.pop(uid, None) is not None:
                 self._left[uid] = self._now()
@@ -283,7 +283,7 @@ class Warm:
         found = await self._ask("GET", f"{self._path('pods')}?{query}")
         for pod in found.get("items") or ():
             if endings.true_name(pod) == node.name and self._cluster.is_ours(pod, owner):
-                return claims.Standby(pod["metadata"]["name"], _uid(pod)) if standbys.is_standby(pod) else claims.OWN
+                return claims.Standby(pod["metadata"]["name"], uid_of(pod)) if standbys.is_standby(pod) else claims.OWN
         try:  # its labels may be gone
             await self._ask("GET", f"{self._path('pods')}/{names.pod_name(node.name, self._here.run)}")
         except NotFound:
@@ -316,7 +316,7 @@ class Warm:
         try:
             for _ in range(TRIES):
                 found = await self._ask("GET", path)
-                if _uid(found) != one.uid or not self._cluster.is_ours(found, owner):
+                if uid_of(found) != one.uid or not self._cluster.is_ours(found, owner):
                     return None
                 if not standbys.is_free(found):
                     return found if endings.true_name(found) == node.name else None
@@ -494,9 +494,9 @@ class Warm:
         self._numbers[name] = number
         if not standbys.is_free(made) or endings.is_deleted(made) or not self._cluster.is_ours(made, group.owner):
             self._news.set()  # the name is an older one's: the next number is tried
-        elif _uid(made) not in self._left:
-            self._free[_uid(made)] = made
-            self._note_times(_uid(made))
+        elif uid_of(made) not in self._left:
+            self._free[uid_of(made)] = made
+            self._note_times(uid_of(made))
 
     def _settled(self, group: str, nodes_min: int, nodes: Mapping[str, Observation]) -> bool:
         """Do enough nodes of the group run, and does none wait to?"""
@@ -506,7 +506,3 @@ class Warm:
 
     def _path(self, resource: str) -> str:
         return f"/api/v1/namespaces/{self._cluster.namespace}/{resource}"
-
-
-def _uid(pod: Json) -> str:
-    return str(pod["metadata"].get("uid") or "")

@@ -144,6 +144,7 @@ class Pod:
                 for one in self._running.values():
                     one.signal(signal.SIGKILL)
                 await asyncio.get_running_loop().run_in_executor(None, kill_pod, self.mark)
+                self.sandbox.ended()
             if not self.gone:
                 await self._tell(status)
         while not self.gone and "deletionTimestamp" not in self.obj["metadata"]:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 Object = dict[str, Any]
 Look = Callable[[str, str, str], Object | None]  # kind, namespace, name -> object
 
-INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR")
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH")
 MARK = "PROCESS_KUBELET_POD"  # in the environment of all that a pod starts
 
 
@@ -53,6 +54,7 @@ class Sandbox:
         self._extra = extra
         self._mark = mark
         self.credentials: Path | None = None
+        self._tmp = ""
         self._claims = root / "claims"
         self.folder: Path = root / str(pod["metadata"]["uid"])
         self.where = pod["metadata"]["namespace"]
@@ -98,6 +100,11 @@ class Sandbox:
     def remove(self) -> None:
         """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def ended(self) -> None:
+        """The containers are over: what they left in their temporary folder goes."""
+        if self._tmp:
+            shutil.rmtree(self._tmp, ignore_errors=True)
 
     def log(self, container: str) -> Path:
         """Where a container's output goes."""
@@ -179,7 +186,9 @@ class Sandbox:
         """
         found = {key: os.environ[key] for key in INHERITED if key in os.environ}
         found.update(self._extra)
-        found.update({MARK: self._mark, "HOSTNAME": self._pod["metadata"]["name"]})
+        # What a container that is killed leaves in its /tmp goes with it. A short path: sockets lie there.
+        self._tmp = self._tmp or tempfile.mkdtemp(prefix="pod-")
+        found.update({MARK: self._mark, "HOSTNAME": self._pod["metadata"]["name"], "TMPDIR": self._tmp})
         if self.credentials is not None:
             found["KUBECONFIG"] = str(self.credentials)
         for source in container.get("envFrom") or []:
