@@ -82,6 +82,17 @@ def test_dlrover_ray_that_is_wrong(line: tuple[str, ...], said: str, capsys: pyt
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("line", [("status", "ray:a"), ("ray", "ls")])
+def test_a_variable_that_names_no_cluster(
+    line: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command that joins the cluster names it, and does not wait."""
+    cluster_of(monkeypatch)
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    assert dlrover.main([*line]) == 2
+    assert "RAY_ADDRESS='http://127.0.0.1:8265' is the address of Ray's job server" in capsys.readouterr().err
+
+
 def cluster_of(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
     """A cluster with one run of job ``a``, without Ray."""
     masters = ModuleType("dlrover_backends.ray.masters")

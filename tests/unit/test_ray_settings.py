@@ -39,6 +39,7 @@ def test_resources() -> None:
         ("address=ray://h:10001", "ray job submit"),
         ("address=h", "HOST:PORT"),
         ("address=h:99999", "HOST:PORT"),
+        ("address=http://h:8265", "Ray's job server: name the head as HOST:6379"),
         ("resources=CPU", "NAME=AMOUNT"),
         ("resources=CPU%3D-1", "CPU=2, a number from 0"),
         ("resources=CPU%3Dnan", "a number from 0"),
@@ -55,6 +56,40 @@ def test_what_is_refused(args: str, word: str) -> None:
     with pytest.raises(SpecError, match="backend") as refused:
         told(args)
     assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        ("ray://127.0.0.1:10001", "RAY_ADDRESS='ray://127.0.0.1:10001' is Ray Client's"),
+        (
+            "http://127.0.0.1:8265",
+            "RAY_ADDRESS='http://127.0.0.1:8265' is the address of Ray's job server: unset it, or",
+        ),
+        ("garbage", "RAY_ADDRESS='garbage' is not HOST:PORT"),
+        ("local", "RAY_ADDRESS='local' is not HOST:PORT"),
+    ],
+)
+@pytest.mark.parametrize("said", ["", "auto"])
+def test_the_variable_is_refused_too(said: str, value: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no address is said Ray takes that of ``RAY_ADDRESS``: a wrong one is told before anything waits for its cluster."""
+    monkeypatch.setenv("RAY_ADDRESS", value)
+    for refuse in (settings.check_address, faults.probe, lambda one: told(f"address={one}")):
+        with pytest.raises(SpecError, match="ray-address") as refused:
+            refuse(said)
+        assert word in str(refused.value)
+
+
+def test_the_variable_is_used_where_no_address_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said goes first, so that a wrong variable does no harm; one that names a cluster is named in faults."""
+    monkeypatch.setenv("RAY_ADDRESS", "http://h:8265")
+    settings.check_address("10.0.0.1:6379")
+    assert told("address=10.0.0.1:6379") == Settings("10.0.0.1:6379")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    assert told("") == Settings()
+    assert "the Ray cluster at 10.0.0.2:6379" in faults.of_connect(ConnectionError("away"), "").text
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert "the Ray cluster of this host" in faults.of_connect(ConnectionError("away"), "").text
 
 
 def test_a_runtime_environment(tmp_path: Path) -> None:
@@ -99,6 +134,10 @@ This process on node 10.0.0.2 was started with:
         (RuntimeError("Can't find a `node_ip_address.json` file from /tmp/ray/s"), "ray start --address=h:6379", True),
         (RuntimeError("Ray 2.61.0 has no GlobalState.get_draining_nodes"), "install Ray 2.58 to 2.60", True),
         (RuntimeError("Unauthenticated: RAY_AUTH_MODE"), "RAY_AUTH_TOKEN", True),
+        (ValueError("Invalid Ray address: 'http://h:8265'. It looks like"), "name its head as HOST:6379", True),
+        (ValueError("Invalid address format: garbage"), "name its head as HOST:6379", True),
+        (ValueError("Unable to parse port number from x (full address = h:x)"), "name its head as HOST:6379", True),
+        (ConnectionError("ray client connection timeout"), "name its head as HOST:6379", True),
         (
             ConnectionError("the GCS is away"),
             "the Ray cluster at h:6379 cannot be joined: ConnectionError: the GCS",

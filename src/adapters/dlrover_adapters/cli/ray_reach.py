@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError("job", f"{args.job!r}: 'dlrover {args.command}' is for jobs of this host; see dlrover events")
     if args.log:
         raise SpecError("log", f"{args.job} names the log already; leave --log out")
-    connect(os.environ.get("RAY_ADDRESS", ""))
+    connect("")
     from dlrover_backends.ray import masters
 
     found = masters.find(name)

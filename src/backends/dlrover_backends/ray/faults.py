@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from typing import NamedTuple
 
+from dlrover_backends.ray import settings
 from dlrover_core.errors import SpecError
 
 TEXT_MAX = 500
@@ -14,6 +14,8 @@ PROBE_S = 3.0
 _ADDRESS = re.compile(r"\[?([^\[\]/]+?)\]?:(\d+)")
 _CLUSTER = re.compile(r"The cluster was started with:\s*Ray: (\S+)\s*Python: (\S+)")
 _PROCESS = re.compile(r"(?:This process|The process)[^:]*:\s*Ray: (\S+)\s*Python: (\S+)")
+# As Ray says it of the address itself.
+_NO_ADDRESS = ("Invalid Ray address", "Invalid address", "Unable to parse port", "ray client connection")
 
 
 class Fault(NamedTuple):
@@ -24,8 +26,12 @@ class Fault(NamedTuple):
 
 
 def probe(address: str) -> None:
-    """Does anybody listen at the address? Ray itself takes most of a minute to say no. Raises `SpecError`. Blocks, `PROBE_S`."""
-    wanted = os.environ.get("RAY_ADDRESS", "") if address in {"", "auto"} else address
+    """Does anybody listen at the address? Ray itself takes most of a minute to say no. Blocks, `PROBE_S`.
+
+    Raises `SpecError`, also for what is no address of a cluster.
+    """
+    settings.check_address(address)
+    wanted = settings.address_of(address)
     found = _ADDRESS.fullmatch(wanted)
     if found is None:
         return
@@ -42,6 +48,7 @@ def probe(address: str) -> None:
 def of_connect(error: BaseException, address: str) -> Fault:
     """Why the cluster cannot be joined. ``address``: as the user wrote it; empty: the one of this host."""
     text = " ".join(str(error).split())
+    address = settings.address_of(address)
     where = f"the Ray cluster at {address}" if address else "the Ray cluster of this host"
     if "Version mismatch" in text:
         theirs, ours = _CLUSTER.search(str(error)), _PROCESS.search(str(error))
@@ -72,6 +79,8 @@ def of_connect(error: BaseException, address: str) -> Fault:
         )
     if re.search(r"Ray \S+ has no \S+$", text):
         return Fault(f"{text}, which this backend needs: install Ray 2.58 to 2.60", permanent=True)
+    if any(one in text for one in _NO_ADDRESS):
+        return Fault(f"{where} cannot be joined: name its head as HOST:6379 ({text[:TEXT_MAX]})", permanent=True)
     return Fault(f"{where} cannot be joined: {type(error).__name__}: {text[:TEXT_MAX]}", permanent=False)
 
 

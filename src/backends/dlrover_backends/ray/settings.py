@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from dlrover_core.errors import SpecError
 from dlrover_core.runtime.backends import BackendContext
 
 FIELD = "backend"
+VARIABLE, AUTO = "RAY_ADDRESS", "auto"
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):([0-9]{1,5})")
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGT]i?)?B?")
@@ -59,19 +61,29 @@ def text(told: Settings) -> str:
     return ",".join(f"{key}={quote(value, safe=':/.[]')}" for key, value in told._asdict().items() if value)
 
 
+def address_of(address: str) -> str:
+    """The address that Ray will take: what is said, else `VARIABLE`; empty: the cluster that this host is a node of."""
+    return next((one for one in (address, os.environ.get(VARIABLE, "")) if one not in {"", AUTO}), "")
+
+
 def check_address(address: str) -> None:
-    """Raises `SpecError` for an address that cannot be a cluster's."""
-    if not address or address == "auto":
+    """Raises `SpecError` for an address that cannot be a cluster's. Where none is said, it is for that of `VARIABLE`."""
+    wanted = address_of(address)
+    if not wanted:
         return
-    if address.startswith("ray://"):
+    field, name = (FIELD, "address") if wanted == address else ("ray-address", VARIABLE)
+    if wanted.startswith("ray://"):
         raise SpecError(
-            FIELD,
-            f"address={address!r} is Ray Client's, which cannot start actors that outlive the command: run this on a machine of "
-            "the cluster with address=HOST:6379, or send it there with ray job submit",
+            field,
+            f"{name}={wanted!r} is Ray Client's, which cannot start actors that outlive the command: run this on a machine of "
+            f"the cluster with {name}=HOST:6379, or send it there with ray job submit",
         )
-    found = _ADDRESS.fullmatch(address)
+    if wanted.startswith(("http://", "https://")):
+        remedy = "name the head as HOST:6379" if wanted == address else "unset it, or name the head as HOST:6379"
+        raise SpecError(field, f"{name}={wanted!r} is the address of Ray's job server: {remedy}")
+    found = _ADDRESS.fullmatch(wanted)
     if found is None or not 0 < int(found[2]) < 65536:
-        raise SpecError(FIELD, f"address={address!r} is not HOST:PORT of a Ray cluster, such as 10.0.0.1:6379")
+        raise SpecError(field, f"{name}={wanted!r} is not HOST:PORT of a Ray cluster, such as 10.0.0.1:6379")
 
 
 def resources_of(text: str) -> dict[str, float]:
