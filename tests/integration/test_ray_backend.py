@@ -35,6 +35,7 @@ pytestmark = [
 ]
 AGENT = "import signal; signal.pause()"
 STAND_IN = (sys.executable, "-I", "-S", "-c", AGENT)
+BLOCK = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])"
 SMALL = "CPU=0.01"
 RUNS = itertools.count(1)
 STORY_S = 180.0
@@ -223,6 +224,28 @@ def test_a_node_waits_for_room(ground: RayGround, tmp_path: Path) -> None:
             await asyncio.to_thread(ground.order, "signal", host=host, name="SIGKILL")
             seen = await watch.until(lambda seen: seen[node.name].phase != "running")
             assert seen[node.name].phase in {"failed", "lost"}, seen
+
+    story(told())
+
+
+@pytest.mark.nightly(reason="a desk kills nodes 8 s after their grace; tests/unit/test_ray_lookout.py")
+def test_a_removed_node_has_its_grace(ground: RayGround, tmp_path: Path) -> None:
+    """An agent that saves for longer than the desk waits for keepers is left alone, though a new desk comes meanwhile."""
+    saved = tmp_path / "saved"
+    agent = (
+        f"import pathlib, time; signal.sigwait([signal.SIGTERM]); time.sleep(12); pathlib.Path({str(saved)!r}).touch()"
+    )
+    here = context(ground, tmp_path, (sys.executable, "-I", "-S", "-c", f"import signal; {BLOCK}; {agent}"))
+    node = make_launch(0)
+
+    async def told() -> None:
+        async with running(here) as backend, watching(backend) as watch:
+            await backend.launch(node, 7)
+            await watch.running(node.name)
+            await backend.delete(node.name, 7, 60.0)
+            os.kill(desk_of(tmp_path), signal.SIGKILL)
+            await watch.gone(node.name)
+            assert saved.exists()
 
     story(told())
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from dlrover_backends.ray import lookout as module
+from dlrover_backends.ray import names, private
+from dlrover_backends.ray.deletions import Deletions
+from dlrover_backends.ray.desk import Desk
 from dlrover_backends.ray.endings import observation
-from dlrover_backends.ray.lookout import Lookout
+from dlrover_backends.ray.lookout import KILL_WAIT_S, Lookout
 from dlrover_backends.ray.names import Run
 from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
+from dlrover_backends.ray.seating import GRACE_S
 
 
 class ActorUnavailableError(Exception):
@@ -104,5 +111,159 @@ def test_an_actor_that_ray_forgot_is_killed(slow: bool, monkeypatch: pytest.Monk
         assert killed == ["forgotten"]
         lookout._tidy(seen._replace(actors={"forgotten": actors["forgotten"]._replace(state="ALIVE")}), set())
         assert "id-forgotten" not in lookout._unplaced
+
+    asyncio.run(told())
+
+
+# ---- nodes that are to end
+
+NODE = "j-worker-1-0"
+RUN = Run("j", "r")
+
+
+class Ground:
+    """A cluster in which one node runs that does not end by itself. Desks come and go; ``now``: the steady clock of all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run, self.ended, self.now = RUN, set[str](), 1000.0
+        self.deletions, self.seating = Deletions(RUN), None
+        self.standbys: dict[str, Actor] = {}
+        self.retired: set[str] = set()
+        self.actors = {NODE: Actor("id", NODE, host_id="a")}
+        self.groups = {RUN.group(NODE): Group("g", RUN.group(NODE), "CREATED")}
+        self.killed: list[str] = []
+        self.told: list[tuple[str, float]] = []
+        self.store: dict[str, bytes] = {}
+        monkeypatch.setattr(private, "get", self.store.get)
+        monkeypatch.setattr(private, "put", lambda key, value: self.store.update({key: value}))
+        monkeypatch.setattr(private, "keys", lambda prefix: [one for one in self.store if one.startswith(prefix)])
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now, time=time.time))
+
+    def look(self) -> Snapshot:
+        """As `Cluster.look`."""
+        hosts = {"a": Host("a", "host-a")}
+        return Snapshot(dict(self.actors), hosts, dict(self.groups), dict(self.standbys), frozenset(self.retired))
+
+    def place(self, _: str) -> Place:
+        """As `Cluster.place`."""
+        return Place()
+
+    def newest_token(self, token: int) -> int:
+        """As `Cluster.newest_token`."""
+        return token
+
+    def handle(self, _: str) -> None:
+        """As `Cluster.handle`."""
+
+    def end(self, actor: Actor, grace_s: float) -> None:
+        """As `Cluster.end`: the node is told, and goes on."""
+        self.told.append((actor.name, grace_s))
+
+    def kill(self, name: str) -> None:
+        """As `Cluster.kill`."""
+        self.killed.append(name)
+
+    def remove_group(self, name: str) -> None:
+        """As `Cluster.remove_group`."""
+        with contextlib.suppress(KeyError):
+            del self.groups[RUN.group(name)]
+
+    def desk(self) -> Desk:
+        """A new desk: it holds nothing."""
+        return Desk(cast(Any, self), Path("unused"))
+
+    async def killed_by(self, *lookouts: Lookout, by_s: float = 0.0) -> bool:
+        """Has the node been killed ``by_s`` later, when all of these have looked?"""
+        self.now += by_s
+        for one in lookouts:
+            await one.look()
+        return bool(self.killed)
+
+
+@pytest.fixture(name="ground")
+def made_ground(monkeypatch: pytest.MonkeyPatch) -> Ground:
+    """A fresh one."""
+    return Ground(monkeypatch)
+
+
+def test_a_removal_waits_for_its_grace(ground: Ground) -> None:
+    """Whoever looks, the desk that ordered it and one beside another master: the node is killed when its grace is over."""
+
+    async def told() -> None:
+        desk, follower = ground.desk(), Lookout(cast(Any, ground))
+        await follower.look()
+        await desk._delete(1, NODE, 60.0)
+        assert ground.told == [(NODE, 60.0)]
+        both = (desk._lookout, follower)
+        assert not await ground.killed_by(*both)
+        for _ in range(3):
+            assert not await ground.killed_by(*both, by_s=20.0)
+        assert not await ground.killed_by(*both, by_s=KILL_WAIT_S - 1.0)
+        assert await ground.killed_by(desk._lookout, by_s=2.0)
+        ground.killed.clear()
+        assert await ground.killed_by(follower)
+
+    asyncio.run(told())
+
+
+def test_a_desk_that_comes_in_mid_grace(ground: Ground) -> None:
+    """It reads how long the node has: it neither kills it at once nor lets it stay."""
+
+    async def told() -> None:
+        await ground.desk()._delete(1, NODE, 60.0)
+        fresh = Lookout(cast(Any, ground))
+        assert not await ground.killed_by(fresh, by_s=20.0)
+        assert not await ground.killed_by(fresh, by_s=20.0)
+        assert await ground.killed_by(fresh, by_s=60.0)
+
+    asyncio.run(told())
+
+
+def test_a_shorter_grace_holds(ground: Ground) -> None:
+    """Asked again, the earlier end counts for every desk; a longer one comes too late."""
+
+    async def told() -> None:
+        desk, follower = ground.desk(), Lookout(cast(Any, ground))
+        both = (desk._lookout, follower)
+        await desk._delete(1, NODE, 60.0)
+        assert not await ground.killed_by(*both, by_s=20.0)
+        await desk._delete(2, NODE, 5.0)
+        await desk._delete(2, NODE, 600.0)
+        assert not await ground.killed_by(*both)
+        assert not await ground.killed_by(*both, by_s=5.0 + KILL_WAIT_S - 1.0)
+        assert await ground.killed_by(follower, by_s=2.0)
+        ground.killed.clear()
+        assert await ground.killed_by(desk._lookout)
+
+    asyncio.run(told())
+
+
+def test_a_mark_of_an_earlier_version(ground: Ground) -> None:
+    """It says no grace: the node is killed a few seconds after it was seen first. A grace asked for then is written."""
+    ground.store[RUN.key(names.DELETED, NODE)] = b"1"
+
+    async def told() -> None:
+        fresh = Lookout(cast(Any, ground))
+        assert not await ground.killed_by(fresh)
+        assert not await ground.killed_by(fresh, by_s=KILL_WAIT_S - 1.0)
+        assert await ground.killed_by(fresh, by_s=2.0)
+
+    asyncio.run(told())
+    ground.deletions.mark(NODE, 30.0)
+    assert (ground.deletions.names(), ground.deletions.grace_s(NODE)) == ({NODE}, 30.0)
+
+
+def test_a_standby_that_is_removed_has_its_grace(ground: Ground) -> None:
+    """Seen first by a desk that did not order it: its agent has as long as one that did gives it."""
+    name = names.standby("j", "worker", 0)
+    ground.standbys[name] = Actor("s", name)
+    ground.retired.add(name)
+
+    async def told() -> None:
+        lookout = Lookout(cast(Any, ground))
+        assert not await ground.killed_by(lookout)
+        assert not await ground.killed_by(lookout, by_s=KILL_WAIT_S + 1.0)
+        assert await ground.killed_by(lookout, by_s=GRACE_S)
+        assert ground.killed == [name]
 
     asyncio.run(told())

@@ -20,6 +20,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dlrover_backends.ray import fencing, names, private
+from dlrover_backends.ray.deletions import Deletions
 from dlrover_backends.ray.keeper import ORDERS, Keeper
 from dlrover_backends.ray.names import Run
 from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
@@ -89,13 +90,13 @@ class Cluster:
 
     ``address``: of the cluster's state service, once it is connected
     ``ended``: ids of hosts whose raylet has ended, though Ray does not know it yet; no node is placed there
-    ``seating``: which nodes standbys are
+    ``seating``: which nodes standbys are; ``deletions``: the names that are used up
     """
 
     def __init__(self, run: Run) -> None:
         self.run, self.address = run, ""
         self.ended: set[str] = set()
-        self.seating = Seating(run)
+        self.seating, self.deletions = Seating(run), Deletions(run)
 
     def connect(self, address: str) -> None:
         """Join the cluster as a driver. Raises whatever Ray does: `faults.of_connect` knows what it means."""
@@ -147,11 +148,6 @@ class Cluster:
     def free(self) -> Mapping[str, Mapping[str, float]]:
         """The resources that each host has left, by its id."""
         return private.free()
-
-    def deleted(self) -> set[str]:
-        """The names that have been deleted; none of them is used again."""
-        prefix = self.run.key(names.DELETED)
-        return {key.removeprefix(prefix) for key in private.keys(prefix)}
 
     def place(self, name: str) -> Place:
         """What a node, or a standby, was launched with."""
@@ -261,10 +257,6 @@ class Cluster:
             runtime_env=self.sent(order.runtime_env) or None,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         ).remote(dict(order.plan))
-
-    def mark_deleted(self, name: str) -> None:
-        """Write down that a name is used up."""
-        private.put(self.run.key(names.DELETED, name), b"1")
 
     def handle(self, name: str) -> Any:
         """The living or pending actor of that name; None: there is none."""

@@ -87,7 +87,7 @@ class Desk:
         order = Order(**fields)
         async with self._ordering:
             await self._fence(token)
-            if order.name in await asyncio.to_thread(self._cluster.deleted):
+            if order.name in await asyncio.to_thread(self._cluster.deletions.names):
                 raise LaunchRefused(f"{order.name} was here and was deleted; a name is used once", permanent=True)
             fitting: list[str] = []
             if fit:
@@ -116,7 +116,7 @@ class Desk:
     async def _delete(self, token: int, name: str, grace_s: float) -> tuple[object, ...]:
         async with self._ordering:
             await self._fence(token)
-            await asyncio.to_thread(self._cluster.mark_deleted, name)
+            await asyncio.to_thread(self._cluster.deletions.mark, name, grace_s)
             await self._lookout.look()
             actor = self._lookout.actor(name)
             if actor is None or actor.is_dead:

@@ -17,6 +17,7 @@ import structlog
 
 from dlrover_backends.ray import endings
 from dlrover_backends.ray.records import Actor, Place, Snapshot
+from dlrover_backends.ray.seating import GRACE_S
 from dlrover_backends.shared.observers import Observer
 from dlrover_core.runtime.backend import Observation
 from dlrover_core.runtime.within import any_within
@@ -53,6 +54,8 @@ class Lookout:
         self._spoke: set[str] = set()
         """Actors that have answered this desk once: their hosts can be reached from here."""
         self._due: dict[str, float] = {}
+        self._graces: dict[str, float] = {}
+        """The graces of deleted nodes that are heeded already. Other desks' orders are read from the cluster alone."""
         self._unplaced: dict[str, float] = {}
         """When actors without a process were seen first whose place stood already, by their ids."""
         self._lock, self._wake = asyncio.Lock(), asyncio.Event()
@@ -83,8 +86,7 @@ class Lookout:
 
     def ends(self, name: str, grace_s: float) -> None:
         """A node was told to end: look again soon, and have it killed where it does not."""
-        due = time.monotonic() + grace_s + KILL_WAIT_S
-        self._due[name] = min(due, self._due.get(name, due))
+        self._must_end(name, grace_s)
         self._wake.set()
 
     def wake(self) -> None:
@@ -119,7 +121,7 @@ class Lookout:
             await asyncio.to_thread(self._tidy, seen, deleted)
 
     def _seen(self) -> tuple[Snapshot, set[str]]:
-        seen, deleted = self._believed(self._cluster.look()), self._cluster.deleted()
+        seen, deleted = self._believed(self._cluster.look()), self._cluster.deletions.names()
         for name in (*seen.actors, *seen.standbys):
             if name not in self._places:
                 self._places[name] = self._cluster.place(name)
@@ -157,16 +159,28 @@ class Lookout:
                 self._silent.discard(actor.id)
                 self._spoke.discard(actor.id)
                 self._due.pop(name, None)
+                self._graces.pop(name, None)
                 self._unplaced.pop(actor.id, None)
                 if self._cluster.run.group(actor.called) in seen.groups:
                     self._cluster.remove_group(actor.called)
                 continue
             self._listen(actor)
             self._start_anew(name, actor, seen, now)
-            is_over = name in deleted or name in seen.retired
-            if is_over and now > self._due.setdefault(name, now + KILL_WAIT_S):
+            if name in deleted:
+                grace_s = self._cluster.deletions.grace_s(name)
+                if self._graces.get(name) != grace_s:
+                    self._graces[name] = grace_s
+                    self._must_end(name, grace_s)
+            elif name in seen.retired:
+                self._due.setdefault(name, now + GRACE_S + KILL_WAIT_S)
+            if now > self._due.get(name, now):
                 log.warning("a keeper does not end, and is killed", node=name)
                 self._cluster.kill(actor.called)
+
+    def _must_end(self, name: str, grace_s: float) -> None:
+        """From now on; what was ordered before may make it sooner, never later."""
+        due = time.monotonic() + grace_s + KILL_WAIT_S
+        self._due[name] = min(due, self._due.get(name, due))
 
     def _start_anew(self, name: str, actor: Actor, seen: Snapshot, now: float) -> None:
         """Kill an actor that Ray does not start though its place stands: its node has failed then, and is launched again."""

@@ -17,6 +17,8 @@ from dlrover_backends.ray.names import Run
 from dlrover_core.errors import LaunchRefused
 
 OWN, RETIRED = "own", ""
+GRACE_S = 5.0
+"""The time that a standby which is removed has to end."""
 TRIES_MAX = 1000
 
 

@@ -19,6 +19,7 @@ import structlog
 from dlrover_backends.ray import names
 from dlrover_backends.ray.endings import fits
 from dlrover_backends.ray.records import Actor, Host, Place, Snapshot
+from dlrover_backends.ray.seating import GRACE_S
 from dlrover_core.job.nodes import STANDBY_SEAT
 from dlrover_core.runtime.backend import Observation
 from dlrover_core.runtime.backends import SEAT
@@ -37,7 +38,6 @@ CROWD_S, CROWDED_S = 3.0, 60.0
 """A node that waits for room for so long takes that of the standbys; for so long afterwards none is made."""
 APART_S, TOGETHER_S = 20.0, 300.0
 """A standby that is to be away from the run's other hosts may wait for so long; for so long afterwards any host will do."""
-GRACE_S = 5.0
 
 log = structlog.get_logger("dlrover.desk")
 
