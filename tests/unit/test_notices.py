@@ -12,6 +12,7 @@ from dlrover_core.job import incidents, job, nodes, notices, operations, plans, 
 from dlrover_core.kernel.engine import Accepted
 from dlrover_core.rules import slots
 from dlrover_core.rules.desired import desired
+from dlrover_core.runtime.departures import DIED
 
 NODE, NEXT = "worker-1-0", "worker-1-1"
 
@@ -242,6 +243,30 @@ def test_a_lost_host_whose_agent_falls_silent_is_lost_at_once() -> None:
     assert [(fact.node, fact.reason) for fact in drive.facts(nodes.NodeLost)] == [(NODE, "NodeNotReady")]
     assert [planned.node for planned in drive.facts(nodes.NodePlanned)][-1] == NEXT
     assert drive.state.notices.unreached == {}
+
+
+def test_a_lost_host_is_why_its_agent_died() -> None:
+    """The platform loses the host, then the agent's connection ends: the platform's word is the cause of the incident."""
+    drive = Drive(nodes_max=2).up()
+    drive.observe(NODE, "lost", reason="NODE_DIED: UNEXPECTED_TERMINATION: health check failed")
+    drive.do(silence.NoteDead(NODE, DIED))
+    (failed,) = drive.facts(nodes.NodeFailed)
+    assert (failed.reason, failed.seen) == (
+        f"NODE_DIED: UNEXPECTED_TERMINATION: health check failed; {DIED}",
+        False,
+    )
+    assert [(one.verdict, one.signature) for one in drive.facts(incidents.Diagnosed)] == [("PLAT", "ray.node_died")]
+
+
+@pytest.mark.parametrize("back", ["running", ""])
+def test_an_agent_that_died_on_a_host_that_is_reached(back: str) -> None:
+    """Nobody has lost the host, or it is there again: the end of the connection is all that is known."""
+    drive = Drive(nodes_max=2).up()
+    if back:
+        drive.observe(NODE, "lost", reason="NODE_DIED: EXPECTED")
+        drive.observe(NODE, back)
+    drive.do(silence.NoteDead(NODE, DIED))
+    assert [one.reason for one in drive.facts(nodes.NodeFailed)] == [DIED]
 
 
 # ---- in words

@@ -20,7 +20,7 @@ from dlrover_core.kernel.engine import Rules
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.rules import coupling, membership, slots
 from dlrover_core.spec import us
-from dlrover_core.words import first_few
+from dlrover_core.words import first_few, plain
 
 # ---- decide
 
@@ -42,7 +42,10 @@ def _heard(state: JobState, command: silence.NoteHeard, now: int) -> Iterator[Ev
 def _dead(state: JobState, command: silence.NoteDead, now: int) -> Iterator[Event]:
     node = state.nodes.nodes.get(command.node)
     if node is not None and node.joined and not node.released and node.state in ALIVE and state.job.live:
-        yield nodes.NodeFailed(node.node, 0, command.why, seen=False)
+        lost = state.notices.unreached.get(node.node)
+        # The platform's word, which diagnosis knows, comes first: the agent has probably died with its host.
+        why = plain(f"{lost}; {command.why}", nodes.TEXT_MAX) if lost else command.why
+        yield nodes.NodeFailed(node.node, 0, why, seen=False)
 
 
 # ---- time
