@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -28,7 +29,7 @@ from dlrover_backends.ray.standbys import (
 from dlrover_backends.ray.warm import Warm, shape_of
 from dlrover_core import BackendContext
 from dlrover_core.runtime.backend import SUSPENDED, GroupSize, Observation, Wanted
-from dlrover_core.runtime.backends import NODE, SEAT, STANDBY
+from dlrover_core.runtime.backends import MASTERS, NODE, SEAT, STANDBY
 from dlrover_core.testing.backend_stand import make_launch
 
 RUN = Run("j", "r")
@@ -141,6 +142,20 @@ def test_what_fits_a_node() -> None:
     assert (env[STANDBY], NODE in env, SEAT in env) == ("worker", False, False)
     backend._warm.sized(sizes(1, 512), 3)
     assert backend._warm.reserves()[0]["shape"] == shape_of(more, "worker")
+
+
+def test_what_fits_after_a_failover() -> None:
+    """Each master names itself first: the next leader's nodes have the shape of the standbys that the last one made."""
+    first, second = (
+        RayBackend(replace(context(), masters=masters)) for masters in (("a:1", "b:1"), ("b:1", "a:1", "c:1"))
+    )
+    orders = [one._order(make_launch(0, 1)) for one in (first, second)]
+    assert [one["plan"]["env"][MASTERS] for one in orders] == ["a:1,b:1", "b:1,a:1,c:1"]
+    assert shape_of(orders[0], "worker") == shape_of(orders[1], "worker")
+    second._warm.sized(sizes(1), 1)
+    [told] = second._warm.reserves()
+    assert told["shape"] == shape_of(orders[0], "worker")
+    assert told["order"]["plan"]["env"][MASTERS] == "b:1,a:1,c:1"  # what standbys that are made now are told
 
 
 def test_who_may_be_a_standby() -> None:

@@ -15,7 +15,7 @@ from dlrover_backends.ray import names
 from dlrover_core.errors import CoreError, SpecError
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.backend import RUNNING, GroupSize, Wanted
-from dlrover_core.runtime.backends import NODE, SEAT, STANDBY
+from dlrover_core.runtime.backends import MASTERS, NODE, SEAT, STANDBY
 
 log = structlog.get_logger("dlrover.backend")
 
@@ -36,8 +36,13 @@ def nameless(order: Mapping[str, Any], group: str) -> dict[str, Any]:
 
 
 def shape_of(order: Mapping[str, Any], group: str) -> str:
-    """What nodes a standby fits: those whose orders differ in their names, and in the hosts to avoid, alone."""
-    return names.digest({**nameless(order, group), "name": "", "avoid": []})
+    """What nodes a standby fits: those whose orders differ in their names, the hosts to avoid, and the masters, alone.
+
+    Each master names itself first, and those of another life have other addresses: a standby that one of them hears fits it.
+    """
+    same = nameless(order, group)
+    env = {name: value for name, value in same["plan"]["env"].items() if name != MASTERS}
+    return names.digest({**same, "name": "", "avoid": [], "plan": {**same["plan"], "env": env}})
 
 
 class Warm:
