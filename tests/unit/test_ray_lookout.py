@@ -267,3 +267,19 @@ def test_a_standby_that_is_removed_has_its_grace(ground: Ground) -> None:
         assert ground.killed == [name]
 
     asyncio.run(told())
+
+
+def test_a_place_that_never_had_an_actor(ground: Ground) -> None:
+    """A desk died between the two: whoever deletes the node gives its place back, and so does any desk that looks later."""
+    ground.actors.clear()
+    other = RUN.group("j-worker-2-0")
+    ground.groups[other] = Group("h", other, "CREATED")
+
+    async def told() -> None:
+        await ground.desk()._delete(1, NODE, 60.0)
+        assert set(ground.groups) == {other}, "nobody has deleted the other one"
+        ground.deletions.mark("j-worker-2-0", 60.0)
+        await Lookout(cast(Any, ground)).look()
+        assert not ground.groups
+
+    asyncio.run(told())

@@ -177,6 +177,17 @@ class Lookout:
                 log.warning("a keeper does not end, and is killed", node=name)
                 self._cluster.kill(actor.called)
 
+        for name in self._orphaned(seen, deleted):
+            log.info("a place that never had an actor is given back", node=name)
+            self._cluster.remove_group(name)
+
+    def _orphaned(self, seen: Snapshot, deleted: set[str]) -> set[str]:
+        """The deleted names that have a group and no actor: a desk died before it could make it. Blocks."""
+        prefix = self._cluster.run.group("")
+        called = {actor.called for actor in (*seen.actors.values(), *seen.standbys.values())}
+        found = (deleted & {group.removeprefix(prefix) for group in seen.groups}) - called
+        return {name for name in found if self._cluster.handle(name) is None}
+
     def _must_end(self, name: str, grace_s: float) -> None:
         """From now on; what was ordered before may make it sooner, never later."""
         due = time.monotonic() + grace_s + KILL_WAIT_S
