@@ -72,6 +72,7 @@ def test_a_script_that_is_not_in_the_runtime_environment(tmp_path: Path, monkeyp
         (("rm",), "say which job's leftovers"),
         (("rm", "a", "--all"), "say which job's leftovers"),
         (("ls", "a"), "ls lists all jobs"),
+        (("ls", "--force"), "nor --force"),
         (("ls", "--ray-address", "h"), "is not HOST:PORT"),
         (("ls", "--ray-address", "127.0.0.1:1"), "no Ray cluster answers at 127.0.0.1:1 (Connection refused)"),
     ],
@@ -96,7 +97,12 @@ def test_a_variable_that_names_no_cluster(
 def cluster_of(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
     """A cluster with one run of job ``a``, without Ray."""
     masters = ModuleType("dlrover_backends.ray.masters")
-    vars(masters).update(jobs=list, kept=set, release=methods.pop("release", lambda *_: None))
+    vars(masters).update(
+        jobs=list,
+        kept=set,
+        release=methods.pop("release", lambda *_: None),
+        led_outside=methods.pop("led_outside", lambda *_: ""),
+    )
     monkeypatch.setitem(sys.modules, masters.__name__, masters)
     monkeypatch.delattr("dlrover_backends.ray.masters", raising=False)
     fake = ModuleType("dlrover_backends.ray.cluster")
@@ -128,6 +134,25 @@ def test_what_cannot_be_removed_is_named(monkeypatch: pytest.MonkeyPatch, capsys
     assert dlrover.main(["ray", "rm", "a"]) == 1
     said = capsys.readouterr()
     assert (said.out, "worker-0-0" in said.err) == ("", True)
+
+
+def test_a_job_that_a_command_leads_stays(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """That command's masters cannot be ended from here: nothing is removed unless it is forced, and what ends it is said."""
+    done: list[str] = []
+    cluster_of(
+        monkeypatch,
+        clear=lambda *_: done.append("clear"),
+        release=lambda *_: done.append("release"),
+        led_outside=lambda job, run: f"h:{run}" if job == "a" else "",
+    )
+    for line in (("rm", "a"), ("rm", "--all")):
+        assert dlrover.main(["ray", *line]) == 1
+        said = capsys.readouterr()
+        assert (said.out, done) == ("", [])
+        assert "job 'a' is led by the dlrover-run at h:1" in said.err
+        assert "dlrover stop ray:a, or Ctrl-C there" in said.err
+    assert dlrover.main(["ray", "rm", "a", "--force"]) == 0
+    assert done == ["release", "clear"]
 
 
 def test_nodes_of_masters_that_live_stay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,6 +143,27 @@ def test_a_claimant_that_died_holds_no_name(store: Store) -> None:
     assert (found.record.run, found.record.claimant, found.record.encrypts) == ("r3", "d2", True)
 
 
+def test_a_command_leads(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masters beside the command that was typed are known by their port: no keeper's masters are there, and they answer."""
+    answering = {"a:1"}
+    monkeypatch.setattr(masters, "_answers", answering.__contains__)
+    assert masters.led_outside(JOB, "r1") == ""
+    masters.claim(JOB, "r1", "t", "a:1")
+    assert (masters.led_outside(JOB, "r1"), masters.led_outside(JOB, "r0")) == ("a:1", "")
+    store[mastery.key(JOB, mastery.at("r1", 0))] = b"b:2"  # another host's, with the same log in etcd
+    assert masters.led_outside(JOB, "r1") == "a:1"
+    store[mastery.key(JOB, mastery.at("r1", 0))] = (
+        b"10.0.0.1:1"  # the command is dead, and a keeper on its host goes on
+    )
+    assert masters.led_outside(JOB, "r1") == ""
+    store.remove(mastery.key(JOB, mastery.at("r1", 0)))
+    answering.clear()
+    assert masters.led_outside(JOB, "r1") == ""
+    answering.add("a:1")
+    store[mastery.key(JOB, mastery.end("r1"))] = b'{"status": 0}'
+    assert masters.led_outside(JOB, "r1") == ""
+
+
 def test_two_claim_at_once(store: Store) -> None:
     """Whoever writes second is refused, a new name and one that is taken over alike; also if the first released meanwhile."""
     store.on_put = lambda: masters.claim(JOB, "r2", "t")

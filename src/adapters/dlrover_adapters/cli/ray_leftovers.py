@@ -27,6 +27,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", metavar="JOB", help="with rm: the job's name")
     parser.add_argument("--all", action="store_true", help="with rm: all jobs")
     parser.add_argument(
+        "--force",
+        action="store_true",
+        help="with rm: also a job whose dlrover-run still leads it, which may then launch nodes again",
+    )
+    parser.add_argument(
         "--ray-address",
         default="",
         metavar="HOST:PORT",
@@ -38,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     """`dlrover ray`. Raises `SpecError`."""
     if args.what == RM and bool(args.job) == args.all:
         raise SpecError("JOB", "say which job's leftovers are removed, or --all")
-    if args.what == LS and (args.job or args.all):
-        raise SpecError("JOB", "ls lists all jobs, and takes neither a name nor --all")
+    if args.what == LS and (args.job or args.all or args.force):
+        raise SpecError("JOB", "ls lists all jobs, and takes neither a name nor --all nor --force")
     from dlrover_backends.ray import settings
 
     settings.check_address(args.ray_address)
@@ -67,7 +72,7 @@ def _on(args: argparse.Namespace) -> int:
         if not wanted and args.job:
             print(f"dlrover ray: job {args.job!r} has nothing in this cluster; dlrover ray ls shows what there is")
             return NOT_FOUND
-        return max([_removed(cluster.Cluster(one)) for one in wanted], default=OK)
+        return max([_removed(cluster.Cluster(one), force=args.force) for one in wanted], default=OK)
     print(f"{'JOB':<24} {'RUN':<16} {'RUNNING':>7} {'PENDING':>7} {'ENDED':>7}")
     for one, actors in sorted(found.items()):
         living = [actor for actor in actors if not actor.is_dead]
@@ -76,10 +81,19 @@ def _on(args: argparse.Namespace) -> int:
     return OK
 
 
-def _removed(run: Cluster) -> int:
-    """Remove a run, and say so; the exit status."""
+def _removed(run: Cluster, *, force: bool) -> int:
+    """Remove a run, unless a command leads it, and say so; the exit status."""
     from dlrover_backends.ray import masters
 
+    leader = "" if force else masters.led_outside(*run.run)
+    if leader:
+        job = run.run.job
+        print(
+            f"dlrover ray: job {job!r} is led by the dlrover-run at {leader}, and nothing of it is removed: dlrover stop "
+            f"ray:{job}, or Ctrl-C there, ends it; --force removes it all the same",
+            file=sys.stderr,
+        )
+        return LEFT
     try:
         masters.release(*run.run)  # before nodes, which masters would launch again
         run.clear(CLEAR_S)

@@ -108,6 +108,19 @@ def _lives(record: Record) -> bool:
     return bool(record.driver) and _answers(record.driver)
 
 
+def led_outside(job: str, run: str) -> str:
+    """Where masters of a run answer that no keeper keeps: those beside the command that was typed. Empty: there are none.
+
+    Their removal is not ours: they end with that command. Where the log is on the driver's host, the keeper there goes on at the
+    driver's port once it is dead.
+    """
+    record = mastery.record_of(job, _parts(job))
+    if record is None or record.run != run or record.over is not None or not record.driver:
+        return ""
+    ports = {one.rpartition(":")[2] for one in record.addresses.values()}
+    return record.driver if record.driver.rpartition(":")[2] not in ports and _answers(record.driver) else ""
+
+
 def _answers(address: str) -> bool:
     """Does somebody listen there? One that cannot be reached from here does not answer. Blocks, `ANSWER_S`."""
     host, _, port = address.rpartition(":")
