@@ -30,6 +30,7 @@ def test_resources() -> None:
     """Names as Ray has them, memory in bytes."""
     found = settings.resources_of("cpu=8, GPU=0.5,memory=1.5G,custom=2")
     assert found == {"CPU": 8.0, "GPU": 0.5, "memory": 1.5e9, "custom": 2.0}
+    assert settings.resources_of("CPU=0,GPU=0.0001") == {"CPU": 0.0, "GPU": 0.0001}
     assert settings.resources_of("memory=2Gi") == {"memory": float(2 << 30)}
 
 
@@ -44,6 +45,7 @@ def test_resources() -> None:
         ("resources=CPU%3D-1", "CPU=2, a number from 0"),
         ("resources=CPU%3Dnan", "a number from 0"),
         ("resources=GPU%3D1.5", "whole number"),
+        ("resources=CPU%3D0.00001", "CPU='0.00001': Ray gives parts from 0.0001; write CPU=0.0001, more or 0"),
         ("resources=memory%3D64X", "memory=64G"),
         ("resources=CPU%3D1%2Ccpu%3D2", "stands twice"),
         ("label=zone", "KEY=SELECTOR"),

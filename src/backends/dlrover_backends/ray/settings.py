@@ -20,6 +20,8 @@ from dlrover_core.runtime.backends import BackendContext
 FIELD = "backend"
 VARIABLE, AUTO = "RAY_ADDRESS", "auto"
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+PART_MIN = 0.0001
+"""Ray counts resources in this unit."""
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):([0-9]{1,5})")
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGT]i?)?B?")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -100,6 +102,11 @@ def resources_of(text: str) -> dict[str, float]:
         if amount is None:
             form = "memory=64G, or a number of bytes" if name == "memory" else f"{name}=2, a number from 0"
             raise SpecError(FIELD, f"resources={text!r}: {name}={value!r} is no amount; write {form}")
+        if 0 < amount < PART_MIN:
+            raise SpecError(
+                FIELD,
+                f"resources={text!r}: {name}={value!r}: Ray gives parts from {PART_MIN:g}; write {name}={PART_MIN:g}, more or 0",
+            )
         if amount > 1 and amount != int(amount):
             raise SpecError(
                 FIELD, f"resources={text!r}: {name}={value!r}: Ray gives parts only of one; write a whole number"
