@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from dlrover_adapters.cli import backend_flags, ray_flags, ray_reach
 from dlrover_adapters.cli import main as dlrover
 from dlrover_adapters.cli import options as cli_options
-from dlrover_backends.ray import mastery, settings
+from dlrover_backends.ray import client, mastery, settings
 from dlrover_backends.ray.client import RayBackend
 from dlrover_backends.ray.settings import Settings
 from dlrover_core import BackendContext
@@ -96,6 +97,7 @@ def test_a_variable_that_names_no_cluster(
 
 def cluster_of(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
     """A cluster with one run of job ``a``, without Ray."""
+    monkeypatch.setenv(settings.EVENTS, "0")
     masters = ModuleType("dlrover_backends.ray.masters")
     vars(masters).update(
         jobs=list,
@@ -122,6 +124,28 @@ def test_rays_library_ends_the_process(monkeypatch: pytest.MonkeyPatch, capsys: 
     cluster_of(monkeypatch, connect=ends)
     assert dlrover.main(["ray", "ls"]) == 2
     assert "start one with ray start --head" in capsys.readouterr().err
+
+
+def test_words_of_other_jobs_are_not_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's library prints its autoscaler's words about the whole cluster; desks and commands of ours do not want them."""
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    cluster_of(monkeypatch)
+    monkeypatch.setenv(settings.EVENTS, "1")  # what a person has set stays
+    assert dlrover.main(["ray", "ls"]) == 0
+    assert os.environ[settings.EVENTS] == "1"
+    monkeypatch.delenv(settings.EVENTS)
+    backend = RayBackend(BackendContext("j", "r", ("m:1",), "t", directory=str(tmp_path)))
+    monkeypatch.setattr(
+        client,
+        "_DESK",
+        f"import os, pathlib; pathlib.Path('{tmp_path}/env').write_text(os.environ['{settings.EVENTS}'])",
+    )
+    assert backend._start()["text"] == "the desk has ended at once"
+    assert backend._desk is not None
+    backend._desk.wait()
+    assert (tmp_path / "env").read_text() == "0"
+    assert dlrover.main(["ray", "ls"]) == 0
+    assert os.environ[settings.EVENTS] == "0"
 
 
 def test_what_cannot_be_removed_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from dlrover_adapters.cli import ray_reach
 from dlrover_adapters.cli.places import NOT_FOUND, OK
 from dlrover_core.errors import CoreError, SpecError
 
@@ -52,17 +53,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _on(args: argparse.Namespace) -> int:
-    import importlib.util
+    ray_reach.connect(args.ray_address)
+    from dlrover_backends.ray import cluster, masters, names
 
-    if importlib.util.find_spec("ray") is None:
-        raise SpecError("ray", "Ray's client library is not installed: pip install 'dlrover-core[ray]'")
-    from dlrover_backends.ray import cluster, faults, masters, names
-
-    faults.probe(args.ray_address)
-    try:
-        cluster.Cluster(names.Run("", "")).connect(args.ray_address)
-    except (Exception, SystemExit) as error:  # Ray's library ends processes
-        raise SpecError("ray-address", faults.of_connect(error, args.ray_address).text) from error
     found = {run: actors for space, actors in cluster.runs().items() if (run := names.run_of(space)) is not None}
     led = [job.record for name in masters.jobs() if (job := masters.find(name)) is not None]
     with_masters = {(one.job, one.run) for one in led} | masters.kept()

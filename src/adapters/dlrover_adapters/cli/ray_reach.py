@@ -32,9 +32,12 @@ def connect(address: str, job: str = "", run_: str = "") -> Any:
 
     if importlib.util.find_spec("ray") is None:
         raise SpecError("ray", "Ray's client library is not installed: pip install 'dlrover-core[ray]'")
-    from dlrover_backends.ray import cluster, faults, names
+    from dlrover_backends.ray import faults, names, settings
 
     faults.probe(address)
+    os.environ.setdefault(settings.EVENTS, "0")
+    from dlrover_backends.ray import cluster
+
     found = cluster.Cluster(names.Run(job, run_))
     try:
         found.connect(address)

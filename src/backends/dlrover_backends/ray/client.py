@@ -267,6 +267,7 @@ class RayBackend:
                     self._desk = subprocess.Popen(
                         [sys.executable, "-u", "-c", _DESK, *words],
                         stdin=subprocess.DEVNULL,
+                        env={settings.EVENTS: "0", **os.environ},
                         pass_fds=(writing,),
                         start_new_session=True,
                     )

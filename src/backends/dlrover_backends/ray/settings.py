@@ -18,6 +18,8 @@ from dlrover_core.errors import SpecError
 from dlrover_core.runtime.backends import BackendContext
 
 FIELD = "backend"
+EVENTS = "RAY_SCHEDULER_EVENTS"
+"""With ``0`` Ray's library prints no words of its autoscaler, which are about all jobs of the cluster. Read at its import."""
 VARIABLE, AUTO = "RAY_ADDRESS", "auto"
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 PART_MIN = 0.0001
