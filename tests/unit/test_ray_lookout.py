@@ -92,7 +92,7 @@ def test_an_actor_that_ray_forgot_is_killed(slow: bool, monkeypatch: pytest.Monk
     killed: list[str] = []
     run = Run("j", "r")
     cluster = SimpleNamespace(ended=set[str](), run=run, handle=lambda _: None, kill=killed.append)
-    actors = {name: Actor(f"id-{name}", name, state="PENDING_CREATION") for name in ("forgotten", "waits")}
+    actors = {name: Actor(f"id-{name}", name, state="PENDING_CREATION") for name in ("forgotten", "waits", "bare")}
     actors["placed"] = Actor("id-placed", "placed", state="PENDING_CREATION", host_id="a")
     states = {"forgotten": "CREATED", "waits": "PENDING", "placed": "CREATED"}
     groups = {run.group(name): Group("g", run.group(name), state) for name, state in states.items()}
@@ -108,7 +108,7 @@ def test_an_actor_that_ray_forgot_is_killed(slow: bool, monkeypatch: pytest.Monk
             "dlrover_backends.ray.lookout.SLOW_S" if slow else "dlrover_backends.ray.lookout.UNPLACED_S", -1.0
         )
         lookout._tidy(seen, set())
-        assert killed == ["forgotten"]
+        assert killed == ["forgotten", "bare"], "the place of one stands, and that of the other is gone"
         lookout._tidy(seen._replace(actors={"forgotten": actors["forgotten"]._replace(state="ALIVE")}), set())
         assert "id-forgotten" not in lookout._unplaced
 

@@ -292,7 +292,8 @@ class Ground:
 
 @pytest.fixture(name="ground")
 def made_ground(store: Store) -> Ground:
-    """A fresh one."""
+    """A fresh one. Ray is imported here: it holds a loop for half a second."""
+    pytest.importorskip("dlrover_backends.ray.cluster")
     assert not store
     return Ground()
 

@@ -25,13 +25,15 @@ from dlrover_backends.ray.keeper import ORDERS, Keeper
 from dlrover_backends.ray.names import Run
 from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
 from dlrover_backends.ray.seating import RETIRED, Seating
+from dlrover_backends.shared.asking import StaleToken
 from dlrover_core.errors import CoreError
 
 NODE_ID = "ray.io/node-id"
 CLEAR_S, CLEAR_LOOK_S = 20.0, 0.1
 CLEAR_GRACE_S = 2.0
 """An agent that is asked removes its own folder; one that is killed leaves it to the next agent on its host."""
-
+ORPHAN_S = 1.0
+"""A desk makes the actor milliseconds after the group. A group that has none for so long was left by one that died."""
 
 log = structlog.get_logger("dlrover.desk")
 
@@ -164,11 +166,17 @@ class Cluster:
         """The highest token of a master that has given orders, this one among them."""
         return fencing.newest(self.run.key(names.TOKEN), token)
 
-    def create(self, order: Order, fitting: Sequence[str] = (), without: Collection[str] = ()) -> Made:
+    def create(
+        self,
+        order: Order,
+        fitting: Sequence[str] = (),
+        without: Collection[str] = (),
+        token: int | None = None,
+    ) -> Made:
         """Make a node's placement group and its keeper, unless a standby becomes it.
 
-        ``fitting``: standbys that may, the best first; ``without``: ids of hosts that it must not run on. Raises `ValueError` for
-        what Ray refuses, and `LaunchRefused`.
+        ``fitting``: standbys that may, the best first; ``without``: ids of hosts that it must not run on; ``token``: of who
+        orders it. Raises `ValueError` for what Ray refuses, `LaunchRefused`, and `StaleToken`.
         """
         key = self.run.key(names.PLACE, order.name)
         raw = private.get(key)
@@ -186,18 +194,44 @@ class Cluster:
         if raw is None:
             private.put(key, json.dumps(kept).encode(), overwrite=False)
         seat = self.seating.decide(order.name, fitting) if order.again else ""
-        if not seat:
-            self._make(order, wants, hosts, without)
+        new = bool(seat) or self._make(order, wants, self._labels(order, hosts, without), token)
         private.put(key, json.dumps({**kept, "made": True}).encode())
-        return Made(new=True, seat=seat)
+        return Made(new, seat)
 
-    def _make(
-        self, order: Order, wants: Mapping[str, float], hosts: Iterable[Mapping[str, Any]], without: Collection[str]
-    ) -> None:
-        """The group and the actor, unless a desk that died here before has made them."""
-        if any(one.name == order.name and one.namespace == self.run.space for one in private.actors(self.run.space)):
-            return
-        labels = dict(order.labels)
+    def _make(self, order: Order, wants: Mapping[str, float], labels: Mapping[str, str], token: int | None) -> bool:
+        """The group and the actor, unless a desk that died here before has made them; False: another desk was faster.
+
+        Ray has one group of a name: whoever makes it makes the actor. A group that is left is removed where it stays without one.
+        """
+        env = self.sent(order.runtime_env)  # it may take long, and comes before whatever others could see
+        left = self._groups(order.name)
+        if left and not self._has_actor(order.name):
+            time.sleep(ORPHAN_S)
+        if self._has_actor(order.name):
+            return True
+        for one in left:
+            _remove(one)
+        if token is not None and (highest := self.newest_token(token)) > token:
+            raise StaleToken(token, highest)
+        group = placement_group(
+            [dict(wants)],
+            strategy="STRICT_PACK",
+            name=self.run.group(order.name),
+            lifetime="detached",
+            bundle_label_selector=[dict(labels)] if labels else None,
+        )
+        try:
+            self._keeper(order, wants, group, env)
+        except BaseException as error:
+            with contextlib.suppress(Exception):
+                remove_placement_group(group)
+            if isinstance(error, ValueError) and self._has_actor(order.name):
+                return False
+            raise
+        return True
+
+    def _labels(self, order: Order, hosts: Iterable[Mapping[str, Any]], without: Collection[str]) -> Mapping[str, str]:
+        """The label selectors of a node, which keep it off the hosts that it must not run on."""
         avoided = [
             one["NodeID"]
             for one in hosts
@@ -205,22 +239,15 @@ class Cluster:
             or one["NodeID"] in self.ended
             or one["NodeID"] in without
         ]
-        if avoided:
-            labels[NODE_ID] = f"!in({','.join(avoided)})"
-        self.remove_group(order.name)
-        group = placement_group(
-            [dict(wants)],
-            strategy="STRICT_PACK",
-            name=self.run.group(order.name),
-            lifetime="detached",
-            bundle_label_selector=[labels] if labels else None,
-        )
-        try:
-            self._keeper(order, wants, group)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                remove_placement_group(group)
-            raise
+        return {**order.labels, NODE_ID: f"!in({','.join(avoided)})"} if avoided else order.labels
+
+    def _has_actor(self, name: str) -> bool:
+        """Is there an actor of that name, a living or a dead one?"""
+        return any(one.name == name and one.namespace == self.run.space for one in private.actors(self.run.space))
+
+    def _groups(self, name: str) -> list[Group]:
+        wanted = self.run.group(name)
+        return [one for one in groups(wanted) if one.name == wanted]
 
     def sent(self, env: Mapping[str, Any]) -> dict[str, Any]:
         """The runtime environment with the folders that it names sent to the cluster, once for the run.
@@ -241,7 +268,7 @@ class Cluster:
             private.put(key, json.dumps(known).encode())
         return known
 
-    def _keeper(self, order: Order, wants: Mapping[str, float], group: Any) -> None:
+    def _keeper(self, order: Order, wants: Mapping[str, float], group: Any, env: Mapping[str, Any]) -> None:
         custom = {name: amount for name, amount in wants.items() if name not in {"CPU", "GPU", "memory"}}
         actor = ray.remote(concurrency_groups={ORDERS: 4})(with_orders(Keeper))
         actor.options(
@@ -254,7 +281,7 @@ class Cluster:
             num_gpus=wants.get("GPU", 0),
             memory=wants.get("memory") or None,
             resources=custom or None,
-            runtime_env=self.sent(order.runtime_env) or None,
+            runtime_env=dict(env) or None,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         ).remote(dict(order.plan))
 
@@ -273,10 +300,8 @@ class Cluster:
 
     def remove_group(self, name: str) -> None:
         """Give back the place of a node. An actor in it ends."""
-        wanted = self.run.group(name)
-        for one in groups(wanted):
-            if one.name == wanted:
-                remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(one.id))))
+        for one in self._groups(name):
+            _remove(one)
 
     def end(self, actor: Actor, grace_s: float) -> None:
         """Have an actor end. Its keeper buries its agent before; one that is not there yet has none."""
@@ -319,6 +344,10 @@ class Cluster:
         if living:
             raise StillAlive(self.run, [actor.called for actor in living], bound_s)
         private.remove(self.run.space + "/")
+
+
+def _remove(group: Group) -> None:
+    remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group.id))))
 
 
 def groups(prefix: str) -> list[Group]:

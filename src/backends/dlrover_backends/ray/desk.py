@@ -94,7 +94,7 @@ class Desk:
                 await self._lookout.look()
                 fitting = self._standbys.fitting(fit["group"], fit["shape"], fit["heard"], order.avoid)
             try:
-                made = await asyncio.to_thread(self._cluster.create, order, fitting)
+                made = await asyncio.to_thread(self._cluster.create, order, fitting, token=token)
             except LaunchRefused:
                 raise
             except Exception as error:

@@ -57,7 +57,7 @@ class Lookout:
         self._graces: dict[str, float] = {}
         """The graces of deleted nodes that are heeded already. Other desks' orders are read from the cluster alone."""
         self._unplaced: dict[str, float] = {}
-        """When actors without a process were seen first whose place stood already, by their ids."""
+        """When actors without a process were seen first whose place stood already, or was gone, by their ids."""
         self._lock, self._wake = asyncio.Lock(), asyncio.Event()
 
     async def run(self) -> None:
@@ -194,15 +194,18 @@ class Lookout:
         self._due[name] = min(due, self._due.get(name, due))
 
     def _start_anew(self, name: str, actor: Actor, seen: Snapshot, now: float) -> None:
-        """Kill an actor that Ray does not start though its place stands: its node has failed then, and is launched again."""
+        """Kill an actor that Ray does not start though its place stands, or is gone: its node has failed then, and comes anew."""
         group = seen.groups.get(self._cluster.run.group(actor.called))
-        if actor.state != "PENDING_CREATION" or actor.host_id or group is None or group.state != "CREATED":
+        waits_for_place = group is not None and group.state != "CREATED"
+        if actor.state != "PENDING_CREATION" or actor.host_id or waits_for_place:
             self._unplaced.pop(actor.id, None)
             return
         waits_s = now - self._unplaced.setdefault(actor.id, now)
         if waits_s > (SLOW_S if self._places[name].slow else UNPLACED_S):
             log.warning(
-                "Ray does not start an actor whose place stands, and it is killed", node=name, waits_s=round(waits_s)
+                "Ray does not start an actor whose place stands or is gone, and it is killed",
+                node=name,
+                waits_s=round(waits_s),
             )
             self._cluster.kill(actor.called)
 

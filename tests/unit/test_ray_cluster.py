@@ -1,0 +1,152 @@
+"""Two desks at one name, and what one that died has left: Ray's calls are stand-ins here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dlrover_backends.ray import private
+from dlrover_backends.ray.names import Run
+from dlrover_backends.ray.records import Actor, Group
+from dlrover_backends.shared.asking import StaleToken
+
+pytest.importorskip("ray")
+from dlrover_backends.ray import cluster  # it imports Ray
+from dlrover_backends.ray.cluster import Cluster, Made, Order
+
+RUN = Run("j", "r")
+NODE = "j-worker-0-0"
+ORDER = Order(NODE, {"CPU": 1.0})
+
+
+class Ray:
+    """A cluster's tables. Ray has one group of a name, and one living actor of a name."""
+
+    def __init__(self) -> None:
+        self.store: dict[str, bytes] = {}
+        self.actors: list[Actor] = []
+        self.groups: list[Group] = []
+        self.removed: list[str] = []
+        self.on_pause: Callable[[], None] | None = None
+        """What another desk does while this one waits."""
+
+    def put(self, key: str, value: bytes, *, overwrite: bool = True) -> bool:
+        """As `private.put`."""
+        new = key not in self.store
+        if new or overwrite:
+            self.store[key] = value
+        return new
+
+    def make_group(self, *_: object, name: str, **__: object) -> str:
+        """As Ray's ``placement_group``; its id."""
+        if any(one.name == name for one in self.groups):
+            raise RuntimeError(f"System error: Failed to create placement group because name '{name}' already exists")
+        made = Group(f"{len(self.groups) + len(self.removed):02x}", name, "CREATED")
+        self.groups.append(made)
+        return made.id
+
+    def remove_group(self, group: Any) -> None:
+        """As Ray's ``remove_placement_group``. An actor in the group ends."""
+        key = group if isinstance(group, str) else group.id
+        self.groups = [one for one in self.groups if one.id != key]
+        self.actors = [one._replace(state="DEAD") if one.host_id == key else one for one in self.actors]
+        self.removed.append(key)
+
+    def make_actor(self, order: Order, _: object, group: str, __: object) -> None:
+        """As `Cluster._keeper`. Where an actor is, its host's name is its group's."""
+        if any(one.name == order.name and not one.is_dead for one in self.actors):
+            raise ValueError(f"The name {order.name} (namespace={RUN.space}) is already taken.")
+        self.actors.append(Actor(f"a{len(self.actors)}", order.name, RUN.space, host_id=group))
+
+    def pause(self, _: float) -> None:
+        """As ``time.sleep``."""
+        if self.on_pause is not None:
+            self.on_pause()
+
+
+@pytest.fixture(name="ray")
+def made_ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    """An empty one."""
+    ray = Ray()
+    monkeypatch.setattr(private, "get", ray.store.get)
+    monkeypatch.setattr(private, "put", ray.put)
+    monkeypatch.setattr(private, "keys", lambda prefix: [one for one in ray.store if one.startswith(prefix)])
+    monkeypatch.setattr(private, "remove", lambda key: ray.store.pop(key, None))
+    monkeypatch.setattr(private, "actors", lambda _: list(ray.actors))
+    monkeypatch.setattr(cluster, "groups", lambda prefix: [one for one in ray.groups if one.name.startswith(prefix)])
+    monkeypatch.setattr(cluster, "placement_group", ray.make_group)
+    monkeypatch.setattr(cluster, "remove_placement_group", ray.remove_group)
+    monkeypatch.setattr(cluster, "PlacementGroup", lambda key: key)
+    monkeypatch.setattr(cluster.ray, "PlacementGroupID", bytes.hex)
+    monkeypatch.setattr(cluster.ray, "nodes", list)
+    monkeypatch.setattr(cluster.time, "sleep", ray.pause)
+    monkeypatch.setattr(Cluster, "_keeper", lambda _, *words: ray.make_actor(*words))
+    return ray
+
+
+def test_a_group_that_another_desk_has_just_made(ray: Ray) -> None:
+    """Its actor comes a moment later: it is left alone, and the name is used once."""
+    other = ray.make_group(name=RUN.group(NODE))
+    ray.on_pause = lambda: ray.make_actor(ORDER, None, other, None)
+    assert Cluster(RUN).create(ORDER) == Made(new=True)
+    assert ([one.state for one in ray.actors], ray.removed) == (["ALIVE"], [])
+
+
+def test_a_group_that_a_dead_desk_has_left(ray: Ray) -> None:
+    """It has no actor, and none comes: it is removed, and the node is placed anew."""
+    left = ray.make_group(name=RUN.group(NODE))
+    assert Cluster(RUN).create(ORDER).new
+    assert (len(ray.actors), len(ray.groups), ray.removed) == (1, 1, [left])
+
+
+def test_two_desks_that_saw_nothing(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables were read before the other one wrote: the later desk makes nothing, and takes nothing away."""
+    made = Cluster(RUN).create(ORDER)
+    assert made.new
+    ray.store.pop(RUN.key("place", NODE))
+    with monkeypatch.context() as stale:
+        stale.setattr(private, "actors", lambda _: [])
+        stale.setattr(cluster, "groups", lambda _: [])
+        with pytest.raises(RuntimeError, match="already exists"):  # no refusal: it is asked again
+            Cluster(RUN).create(ORDER)
+    assert ([one.state for one in ray.actors], ray.removed) == (["ALIVE"], [])
+    assert Cluster(RUN).create(ORDER).new
+
+
+def test_a_name_that_was_taken_meanwhile(ray: Ray) -> None:
+    """An actor of the name is there when this one is to be made: it is the node, and nothing was refused."""
+    place = ray.make_group(name="elsewhere")
+    one = Actor("a", NODE, RUN.space, host_id=place)
+
+    def made_between(*words: Any) -> None:
+        ray.actors.append(one)
+        Ray.make_actor(ray, *words)
+
+    ray.make_actor = made_between  # type: ignore[method-assign]
+    assert Cluster(RUN).create(ORDER) == Made(new=False)
+    assert (ray.actors, [group.name for group in ray.groups]) == ([one], ["elsewhere"])
+    assert Cluster(RUN).create(ORDER) == Made(new=False)
+
+
+def test_what_ray_refuses_is_refused(ray: Ray) -> None:
+    """A `ValueError` where no actor of the name is: it stays one, and the place is given back."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError("no such label")
+
+    ray.make_actor = refuse  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no such label"):
+        Cluster(RUN).create(ORDER)
+    assert ray.groups == []
+
+
+def test_a_deposed_master_places_nothing(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another master gives orders while a folder is sent: what was ordered before is not done."""
+    run = Cluster(RUN)
+    monkeypatch.setattr(run, "sent", lambda _: run.newest_token(8) and {})
+    assert run.newest_token(7) == 7
+    with pytest.raises(StaleToken):
+        run.create(ORDER, token=7)
+    assert (ray.actors, ray.groups) == ([], [])
