@@ -164,6 +164,20 @@ def test_why_a_node_is_refused() -> None:
     assert refused is not None
     assert refused.permanent
     assert faults.of_order(ConnectionError("away")) is None
+    said = "Failed to upload working_dir /a to the Ray cluster: {}"
+    for words in (
+        "StatusCode.UNAVAILABLE",
+        "Deadline Exceeded",
+        "Timed out while waiting for GCS",
+        "failed to connect to all addresses",
+    ):
+        assert faults.of_order(RuntimeError(said.format(words))) is None, words
+    # Ray says in its own words that it could not store a package, and why in the error that this one comes from.
+    for cause in (ConnectionError("away"), type("RpcError", (Exception,), {})("code 14"), TimeoutError()):
+        wrapped = RuntimeError(said.format("Failed to store package in the GCS"))
+        wrapped.__cause__ = RuntimeError("Failed to store package in the GCS")
+        wrapped.__cause__.__cause__ = cause
+        assert faults.of_order(wrapped) is None, cause
 
 
 def test_names_in_the_cluster() -> None:

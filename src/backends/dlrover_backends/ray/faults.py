@@ -16,6 +16,10 @@ _CLUSTER = re.compile(r"The cluster was started with:\s*Ray: (\S+)\s*Python: (\S
 _PROCESS = re.compile(r"(?:This process|The process)[^:]*:\s*Ray: (\S+)\s*Python: (\S+)")
 # As Ray says it of the address itself.
 _NO_ADDRESS = ("Invalid Ray address", "Invalid address", "Unable to parse port", "ray client connection")
+_AWAY = re.compile(
+    r"\bunavailable\b|deadline.?exceeded|timed.?out|failed to connect|connection (refused|reset|lost)", re.IGNORECASE
+)
+"""As gRPC says that nobody answered. A Ray error carries such words of another one in its own."""
 
 
 class Fault(NamedTuple):
@@ -89,6 +93,17 @@ def of_order(error: BaseException) -> Fault | None:
     text = " ".join(str(error).split())[:TEXT_MAX]
     if isinstance(error, (ValueError, TypeError)):
         return Fault(f"Ray does not take the node: {text}", permanent=True)
-    if "runtime_env" in text or "working_dir" in text:
+    if ("runtime_env" in text or "working_dir" in text) and not _is_away(error):
         return Fault(f"Ray does not take the runtime environment: {text}", permanent=True)
     return None
+
+
+def _is_away(error: BaseException | None) -> bool:
+    """Is it, or what it comes from, that the cluster's state service did not answer?"""
+    while error is not None:
+        if isinstance(error, (ConnectionError, TimeoutError)) or type(error).__name__ == "RpcError":
+            return True
+        if _AWAY.search(str(error)):
+            return True
+        error = error.__cause__
+    return False
