@@ -265,13 +265,13 @@ def test_a_standby_becomes_a_node(ground: RayGround, tmp_path: Path) -> None:
 
             async def stands(number: int) -> int:
                 """The agent of the standby with this number, once it is there; meanwhile a master leads."""
-                seat = f"{SEAT}={here.job}-{first.group}-standby-{number}"
+                actor = f"{here.job}-{first.group}-standby-{number}"
 
                 def found() -> list[int] | None:
-                    loop.call_soon_threadsafe(backend.heard, ())
-                    return processes_of(here.run, with_env=seat) or None
+                    loop.call_soon_threadsafe(backend.heard, (f"standby:{actor}",))
+                    return processes_of(here.run, with_env=f"{SEAT}={actor}") or None
 
-                [pid] = await asyncio.to_thread(eventually, found, f"a standby with {seat}")
+                [pid] = await asyncio.to_thread(eventually, found, f"the standby {actor}")
                 return int(pid)
 
             await backend.sized(wanted, 7)

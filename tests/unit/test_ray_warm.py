@@ -21,6 +21,7 @@ from dlrover_backends.ray.standbys import (
     CROWDED_S,
     DEAF_S,
     FAIL_S,
+    UNHEARD_S,
     Reserve,
     Standbys,
     apart,
@@ -386,6 +387,20 @@ def test_one_that_nobody_hears_is_replaced(ground: Ground) -> None:
     assert ground.level(by_s=DEAF_S - 1.0) == [FIRST]
     ground.level(by_s=2.0)
     assert ground.ended == [FIRST]
+
+
+def test_one_that_nobody_hears_becomes_no_node(ground: Ground) -> None:
+    """It has run for half a minute, and no master hears its agent: an actor of its own starts sooner. Heard again, it may."""
+    ask, heard = ground.kept.fitting, (seat_of(FIRST),)
+    ground.level()
+    ground.level()  # it is seen to run
+    assert ground.level(by_s=UNHEARD_S - 1.0) == [FIRST]
+    assert ask("worker", SHAPE, (), ()) == [FIRST], "it may still be starting"
+    assert ground.level(by_s=2.0) == [FIRST], "it is not replaced yet"
+    assert ask("worker", SHAPE, (), ()) == []
+    assert ask("worker", SHAPE, heard, ()) == [FIRST]
+    ground.level(heard=heard)
+    assert ask("worker", SHAPE, (), ()) == [FIRST]
 
 
 def test_away_from_other_nodes(ground: Ground) -> None:

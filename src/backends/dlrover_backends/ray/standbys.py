@@ -34,6 +34,8 @@ CALM_S = 300.0
 """A standby that lived for so long counts as none that failed."""
 DEAF_S = 300.0
 """A standby that has run for so long, and whose agent no master hears, is replaced."""
+UNHEARD_S = 30.0
+"""After so long it becomes no node: an agent that joins takes seconds, and this one is out of reach or hangs."""
 CROWD_S, CROWDED_S = 3.0, 60.0
 """A node that waits for room for so long takes that of the standbys; for so long afterwards none is made."""
 APART_S, TOGETHER_S = 20.0, 300.0
@@ -122,6 +124,7 @@ class Standbys:
             if may_be(
                 actor, self._lookout.place(name), seen.hosts.get(actor.host_id), group=group, shape=shape, avoid=avoid
             )
+            and (seat_of(name) in heard or self._unheard_s(name) <= UNHEARD_S)
         ]
         return sorted(found, key=lambda name: (seat_of(name) not in heard, names.number_of(name)))
 
@@ -176,12 +179,16 @@ class Standbys:
             return f"nodes must not run on {host.name}"
         if self._crowded_until > now:
             return "a node waits for room"
-        if name in self._ran and now - max(self._ran[name], self._heard[name]) > DEAF_S:
+        if self._unheard_s(name) > DEAF_S:
             return "no master hears its agent"
         if name not in self._ran and group.group not in self._together_until and now - self._since[name] > APART_S:
             self._together_until[group.group] = now + TOGETHER_S
             return "there is no room away from the other nodes"
         return ""
+
+    def _unheard_s(self, name: str) -> float:
+        """For how long a standby has run without a master that hears it."""
+        return self._now() - max(self._ran[name], self._heard[name]) if name in self._ran else 0.0
 
     async def _remove(self, name: str, actor: Actor, why: str) -> None:
         if not await asyncio.to_thread(self._cluster.seating.retire, name):
