@@ -7,7 +7,7 @@ import re
 import pytest
 from tests.chaos.misleading_seeds import SMOKE, trial
 
-from dlrover_core.diagnosis import procedure
+from dlrover_core.diagnosis import places
 
 
 @pytest.mark.timeout(300)
@@ -21,6 +21,6 @@ def test_smoke() -> None:
 
 def test_a_wrong_eviction_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were a route that is missing taken for a host's fault, its host would be kept off: a seed that found it says so."""
-    monkeypatch.setattr(procedure, "_CONNECTS", re.compile("never said"))
+    monkeypatch.setattr(places, "_CONNECTS", re.compile("never said"))
     with pytest.raises(AssertionError, match=r"kept off, by ib\.fatal"):
         trial(6)

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_flash_by_hand import LIMIT_S, Training, Two, complete, engine_of, held, pinned, two
+from by_hand import LIMIT_S, Training, complete, engine_of, held, pinned
+from test_flash_by_hand_ranks import Two, two
 from torch import nn
 from torch.distributed import HashStore, PrefixStore, TCPStore
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from by_hand import Training, engine_of, held
 from test_flash_alarms import fails
-from test_flash_by_hand import Training, Two, engine_of, held, two
+from test_flash_by_hand_ranks import Two, two
 
 from dlrover_adapters.torch.checkpoint import closing
 from dlrover_adapters.torch.checkpoint.flash import FlashCheckpoint

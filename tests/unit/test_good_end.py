@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from orders import ordering
+from storing import ORDER, until
 from structlog.testing import capture_logs
-from test_storage_duty import KEEPING, LOST, ORDER, Brood, Here, brood, looks, nothing, until, virtually, with_saver
+from test_storage_duty import KEEPING, LOST, Here, looks, nothing, virtually
+from test_storage_savers import Brood, brood, with_saver
 
 from dlrover_adapters.agent.checkpoints import duty, storage
 from dlrover_adapters.agent.checkpoints.arenas import Arenas, State

@@ -164,7 +164,9 @@ def test_a_sweeper_outlives_the_burial_of_its_node(tmp_path: Path) -> None:
     from dlrover_core.host.procfs import processes
 
     said = tmp_path / "said"
-    node = process.Started(process.LocalCommand((sys.executable, "-c", IN_A_FOLDER, str(said))))
+    # With the run's mark, as nodes have it: where another test has made us adopt orphans, one without any is killed for one.
+    line = (sys.executable, "-c", IN_A_FOLDER, str(said))
+    node = process.Started(process.LocalCommand(line, {scratch.MARK: "abc"}))
     assert select.select([node.pidfd], [], [], 60.0)[0]
     folder = Path(said.read_text())
     # It may be done by now. Where it is not, it is held, so that the burial comes first.
