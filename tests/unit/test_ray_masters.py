@@ -82,6 +82,7 @@ def made_store(monkeypatch: pytest.MonkeyPatch) -> Store:
         ("actors", lambda prefix: [one for one in store.actors if one.namespace.startswith(prefix)]),
     ):
         monkeypatch.setattr(private, name, answers)
+    monkeypatch.setattr(masters, "_ask", lambda _: None)
     return store
 
 
@@ -257,8 +258,60 @@ def keeper_that(monkeypatch: pytest.MonkeyPatch, start: Callable[[], Any]) -> Ma
     keeper = MastersKeeper.__new__(MastersKeeper)
     keeper._plan, keeper._number = Plan(JOB, "r1", (), "t"), 0
     keeper._started, keeper._last = None, deque(maxlen=3)
+    keeper._released, keeper._idle = os.eventfd(0, os.EFD_CLOEXEC), threading.Event()
     monkeypatch.setattr(keeper, "_start", start)
     return keeper
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_keeper_that_is_to_leave(beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a living driver, or with masters of its own, which are killed: its task is over, and its process awaits its end."""
+    driver = f"{os.getpid()}:{masters_keeper.started_at(os.getpid())}" if beside else ""
+    reading, writing = os.pipe()
+    begun, done = threading.Event(), list[str]()
+
+    def kill(number: int) -> None:
+        done.append(f"signal {number}")
+        os.close(writing)
+
+    def start() -> Any:
+        begun.set()
+        return SimpleNamespace(pidfd=reading, signal=kill, bury=lambda _: (-9, 0), close=lambda: done.append("close"))
+
+    again: list[tuple[object, ...]] = []
+    timer = SimpleNamespace(start=lambda: done.append("timer"))
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))  # which has no exit_actor
+    monkeypatch.setattr(masters_keeper, "raylet", lambda: -1)
+    monkeypatch.setattr(threading, "Timer", lambda *words: again.append(words) or timer)
+    keeper = keeper_that(monkeypatch, start)
+    keeper._plan = Plan(JOB, "r1", (), "t", driver=driver)
+    running = threading.Thread(target=keeper.run, daemon=True)
+    running.start()
+    assert beside or begun.wait(10.0)
+    keeper.leave()
+    running.join(10.0)
+    os.close(reading)
+    assert not running.is_alive()
+    assert done == (["timer"] if beside else ["signal 9", "close", "timer"])
+    assert again == [(masters_keeper.IDLE_S, os._exit, (masters_keeper.BROKEN,))]
+
+
+def test_keepers_are_asked_before_they_are_killed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray alarms the job's driver of a task that a kill ends. One that is being restarted is killed alone."""
+    done: list[str] = []
+
+    def kill(name: str) -> None:
+        done.append(f"kill {name[-1]}")
+        if done.count(f"kill {name[-1]}") == 2:  # it is seen to be dead a moment later
+            store.actors = [one for one in store.actors if one.name != name]
+
+    monkeypatch.setattr(masters, "_kill", kill)
+    monkeypatch.setattr(masters, "_ask", lambda name: done.append(f"ask {name[-1]}"))
+    masters.claim(JOB, "r1", "t")
+    store.keeper("r1", 0)
+    store.keeper("r1", 1, "RESTARTING")
+    masters.release(JOB, "r1")
+    assert done == ["ask 0", "kill 0", "kill 1", "kill 0", "kill 1"]
 
 
 def test_masters_that_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ from dlrover_core.errors import CoreError
 
 LOOK_S, READY_S, GONE_S = 0.1, 60.0, 20.0
 YOUNG_S, ANSWER_S = 60.0, 1.0
+ASK_S = 2.0
+"""So long a keeper has to end its masters itself, before it is killed."""
 SLIVER = 0.001
 """So much of a host's own resource pins a keeper there."""
 _SOMEBODY = "job {!r} has just been started in this cluster by somebody else; give this one another --job-id"
@@ -171,7 +173,8 @@ def _make(plan: Plan, number: int, host: str) -> None:
 def _with_orders() -> type:
     import ray
 
-    ray.method(concurrency_group="orders")(MastersKeeper.ready)
+    for order in (MastersKeeper.ready, MastersKeeper.leave):
+        ray.method(concurrency_group="orders")(order)
     return MastersKeeper
 
 
@@ -200,7 +203,7 @@ def release(job: str, run: str) -> None:
 
     Raises `StillKept` where keepers are left. Then the store still says that the name is theirs.
     """
-    deadline = time.monotonic() + GONE_S
+    deadline, asked = time.monotonic() + GONE_S, set[str]()
     while living := _living(job, run):
         if time.monotonic() > deadline:
             raise StillKept(
@@ -209,11 +212,22 @@ def release(job: str, run: str) -> None:
                 "do this again then"
             )
         for one in living:
+            if one.state == "ALIVE" and one.name not in asked:
+                asked.add(one.name)
+                _ask(one.name)
             _kill(one.name)
         time.sleep(LOOK_S)
     mine = [one for one, value in mastery.claims(_parts(job)).items() if json.loads(value)["run"] == run]
     for number in mine or [0]:
         _forget(job, number, run)
+
+
+def _ask(keeper: str) -> None:
+    """Have its masters, and its task, ended before it is killed; one that does not answer in time is killed all the same."""
+    import ray
+
+    with contextlib.suppress(Exception):  # Ray raises anything
+        ray.get(ray.get_actor(keeper, namespace=SPACE).leave.remote(), timeout=ASK_S)
 
 
 def _kill(keeper: str) -> None:

@@ -32,6 +32,7 @@ AGAIN_S, AGAIN_MAX_S = 0.5, 5.0
 CRASHES_MAX, LIVED_S = 20, 60.0
 """Ends in a row, of masters that lived shorter than that, until the job is given up."""
 HANDED_OVER, GIVEN_UP, BROKEN = 75, 70, 1
+LEAVE_S, IDLE_S = 2.0, 10.0
 PORT_S, PORT_AGAIN_S = 10.0, 0.1
 OTHERS_S, STORE_AGAIN_S = 10.0, 0.5
 LINES, LINE_CHARS_MAX = 20, 500
@@ -43,7 +44,7 @@ log = structlog.get_logger("dlrover.backend")
 
 
 class Released(Exception):
-    """The run has no claim of its job's name any more: nobody wants its masters."""
+    """Nobody wants the run's masters any more: it has no claim of its job's name, or is about to lose it."""
 
 
 class MastersKeeper:
@@ -55,6 +56,7 @@ class MastersKeeper:
         self._plan, self._number = mastery.of_map(plan), number
         self._started: Started | None = None
         self._last: deque[str] = deque(maxlen=LINES)
+        self._released, self._idle = os.eventfd(0, os.EFD_CLOEXEC), threading.Event()
         for name in (*OWN, *(one for one in os.environ if one.startswith("DLROVER_"))):
             os.environ.pop(name, None)
         signal.signal(signal.SIGTERM, self._hand_over)
@@ -67,9 +69,12 @@ class MastersKeeper:
         import ray
 
         try:
-            _await_end(self._plan.driver)
+            _await_end(self._plan.driver, self._released)
             self._tell_end(self._keep())
         except Released:  # the driver's good end was its death, too
+            if select.select([self._released], [], [], 0)[0]:
+                self._idle.set()
+                return
             log.info("the job is over, and its masters are not wanted")
         except BaseException:  # Ray would keep an idle actor; a process that ends is started again
             log.exception("masters are not kept by this process any more")
@@ -80,6 +85,17 @@ class MastersKeeper:
     def ready(self) -> int:
         """This process."""
         return os.getpid()
+
+    def leave(self) -> None:
+        """End the masters, and `run`, so that the actor may be killed: Ray alarms its driver of a task that a kill ends.
+
+        Where nobody kills it, it keeps masters again.
+        """
+        os.eventfd_write(self._released, 1)
+        if self._idle.wait(LEAVE_S):
+            again = threading.Timer(IDLE_S, os._exit, (BROKEN,))  # Ray starts it again
+            again.daemon = True
+            again.start()
 
     # ---- the masters
 
@@ -95,7 +111,8 @@ class MastersKeeper:
             if crashes >= CRASHES_MAX:
                 self._last.append(f"masters have ended {crashes} times in a row, with status {status} at last")
                 return GIVEN_UP
-            time.sleep(min(AGAIN_MAX_S, AGAIN_S * 2 ** max(0, crashes - 1)))
+            if select.select([self._released], [], [], min(AGAIN_MAX_S, AGAIN_S * 2 ** max(0, crashes - 1)))[0]:
+                raise Released
 
     def _once(self) -> int:
         """One life of the masters; their exit status, negative for a signal. None of them outlives it."""
@@ -112,9 +129,10 @@ class MastersKeeper:
             return GIVEN_UP
 
     def _watch(self, started: Started) -> int:
-        """Wait for their end; the exit status. Raises `OSError`."""
-        poll, host, over = select.poll(), raylet(), list[int]()
+        """Wait for their end; the exit status. Raises `OSError`, and `Released` once they have ended for that."""
+        poll, host, over, released = select.poll(), raylet(), list[int](), False
         poll.register(started.pidfd, select.POLLIN)
+        poll.register(self._released, select.POLLIN)
         if host >= 0:
             poll.register(host, select.POLLIN)
         while started.pidfd not in over:  # in pieces: Python runs handlers of signals between them
@@ -122,11 +140,17 @@ class MastersKeeper:
             if host in over:
                 started.signal(signal.SIGKILL)
                 poll.unregister(host)
+            if self._released in over:
+                released = True
+                started.signal(signal.SIGKILL)
+                poll.unregister(self._released)
         code, _ = started.bury(KILL_WAIT_S)
         self._started = None
         started.close()
         if host >= 0:
             os.close(host)
+        if released:
+            raise Released
         return GIVEN_UP if code is None else code
 
     def _start(self) -> Started:
@@ -282,8 +306,11 @@ def _free(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def _await_end(driver: str) -> None:
-    """Wait for a launcher of this host to be dead, ``PID:START`` as `started_at` says it. Empty: nobody is waited for."""
+def _await_end(driver: str, released: int) -> None:
+    """Wait for a launcher of this host to be dead, ``PID:START`` as `started_at` says it. Empty: nobody is waited for.
+
+    Raises `Released` as soon as the descriptor ``released`` can be read.
+    """
     if not driver:
         return
     pid, _, began = driver.partition(":")
@@ -293,7 +320,8 @@ def _await_end(driver: str) -> None:
         except ProcessLookupError:
             return
         try:
-            select.select([fd], [], [], 1.0)
+            if released in select.select([fd, released], [], [], 1.0)[0]:
+                raise Released
         finally:
             os.close(fd)
 
