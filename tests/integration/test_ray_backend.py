@@ -35,7 +35,14 @@ pytestmark = [
 ]
 AGENT = "import signal; signal.pause()"
 STAND_IN = (sys.executable, "-I", "-S", "-c", AGENT)
-BLOCK = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])"
+SAVER = """
+import pathlib, signal, sys, time
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+pathlib.Path(sys.argv[1]).touch()
+signal.sigwait([signal.SIGTERM])
+time.sleep(12)
+pathlib.Path(sys.argv[2]).touch()
+"""
 SMALL = "CPU=0.01"
 RUNS = itertools.count(1)
 STORY_S = 180.0
@@ -231,17 +238,15 @@ def test_a_node_waits_for_room(ground: RayGround, tmp_path: Path) -> None:
 @pytest.mark.nightly(reason="a desk kills nodes 8 s after their grace; tests/unit/test_ray_lookout.py")
 def test_a_removed_node_has_its_grace(ground: RayGround, tmp_path: Path) -> None:
     """An agent that saves for longer than the desk waits for keepers is left alone, though a new desk comes meanwhile."""
-    saved = tmp_path / "saved"
-    agent = (
-        f"import pathlib, time; signal.sigwait([signal.SIGTERM]); time.sleep(12); pathlib.Path({str(saved)!r}).touch()"
-    )
-    here = context(ground, tmp_path, (sys.executable, "-I", "-S", "-c", f"import signal; {BLOCK}; {agent}"))
+    waits, saved = tmp_path / "waits", tmp_path / "saved"
+    here = context(ground, tmp_path, (sys.executable, "-I", "-S", "-c", SAVER, str(waits), str(saved)))
     node = make_launch(0)
 
     async def told() -> None:
         async with running(here) as backend, watching(backend) as watch:
             await backend.launch(node, 7)
             await watch.running(node.name)
+            await asyncio.to_thread(eventually, waits.exists, "an agent that heeds SIGTERM")
             await backend.delete(node.name, 7, 60.0)
             os.kill(desk_of(tmp_path), signal.SIGKILL)
             await watch.gone(node.name)
