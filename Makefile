@@ -10,7 +10,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.installed
 # Workers of the unit tests, and of the integration tests: those mostly wait for other processes, and one of them for etcd alone.
 JOBS ?= 2
-SIDE_JOBS ?= 6
+SIDE_JOBS ?= 5
 # Where this is set every process compiles all that it imports, again and again; caches are ignored by git, and `make clean` knows them.
 unexport PYTHONDONTWRITEBYTECODE
 # More options for pytest: make unit ARGS="-k world -x"

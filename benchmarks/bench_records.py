@@ -233,9 +233,9 @@ class Pacing:
         return False
 
 
-def window(swarm: Swarm, agents: list[SimAgent], master: Running, seconds: float) -> Window:
+def window(swarm: Swarm, agents: list[SimAgent], master: Running, seconds: float, beats_per_s: int) -> Window:
     """So many seconds of heartbeats."""
-    pacing, every = Pacing(agents), 1 / BEATS_PER_S
+    pacing, every = Pacing(agents), 1 / beats_per_s
     began = due = time.perf_counter()
     before = master.cpu_s()
     while (now := time.perf_counter()) - began < seconds:
@@ -248,7 +248,7 @@ def window(swarm: Swarm, agents: list[SimAgent], master: Running, seconds: float
     while pacing._beats or pacing._commands:
         if swarm.look(pacing.heard, 10.0) is None:
             raise Broken("the master does not answer any more")
-    if len(pacing.beats) < seconds * BEATS_PER_S * 0.5:
+    if len(pacing.beats) < seconds * beats_per_s * 0.5:
         raise NotMeasurable(f"only {len(pacing.beats)} heartbeats in {seconds:g} s: this machine is too busy")
     return Window(pacing.beats, pacing.commands, used)
 
@@ -294,12 +294,12 @@ def pair(number: int, chosen: argparse.Namespace) -> tuple[Window, Window, int]:
             swarm.run(joining.heard)
             followers = Followers(master, chosen.readers)
             try:
-                window(swarm, agents, master, WARM_S)
+                window(swarm, agents, master, WARM_S, chosen.beats)
                 for turn in range(2 * chosen.turns):
                     busy = bool((turn + number) % 2)
                     if busy:
                         followers.turn("on")
-                    windows[busy].append(window(swarm, agents, master, chosen.seconds))
+                    windows[busy].append(window(swarm, agents, master, chosen.seconds, chosen.beats))
                     if busy:
                         followers.turn("off")
                 got = followers.end()
@@ -329,6 +329,9 @@ def main() -> int:
         parser.add_argument("--agents", type=int, default=200, metavar="N", help="agents (default 200)")
         parser.add_argument("--readers", type=int, default=20, metavar="N", help="readers that follow (default 20)")
         parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="of each window (default 2)")
+        parser.add_argument(
+            "--beats", type=int, default=BEATS_PER_S, metavar="N", help=f"heartbeats/s (default {BEATS_PER_S})"
+        )
         parser.add_argument(
             "--turns", type=int, default=5, metavar="N", help="windows with readers, and without (default 5)"
         )
@@ -387,7 +390,7 @@ def main() -> int:
     ) as error:
         say(f"nothing measured: {error}")
         return BROKEN
-    result.notes.append(f"{chosen.agents} agents, {BEATS_PER_S} heartbeats/s, every {COMMAND_EVERY}th with a command")
+    result.notes.append(f"{chosen.agents} agents, {chosen.beats} heartbeats/s, every {COMMAND_EVERY}th with a command")
     result.details = {name: getattr(chosen, name) for name in ("events", "agents", "readers", "seconds", "turns")}
     return result.finish(chosen.json)
 

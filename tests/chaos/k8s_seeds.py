@@ -31,6 +31,7 @@ from dlrover_backends.fake_k8s import FakeServer, What, kubeconfig
 from dlrover_backends.fake_k8s.store import Change
 from dlrover_backends.k8s import backoff, client, listwatch
 from dlrover_backends.k8s.client import KubernetesBackend
+from dlrover_backends.k8s.names import LABEL_KEPT
 from dlrover_backends.k8s.transport import Transport
 from dlrover_core.errors import CoreError
 from dlrover_core.job.orders import NodeLaunch
@@ -257,7 +258,10 @@ class _Trial:
             await asyncio.sleep(0.01)
 
     def _right(self) -> bool:
-        shelf = [one.obj for one in self.server.api.store.shelf(PODS).objects.values()]
+        there = [one.obj for one in self.server.api.store.shelf(PODS).objects.values()]
+        shelf = [one for one in there if LABEL_KEPT not in one["metadata"]["labels"]]
+        if any(_lives(one) for one in there if one not in shelf):
+            return False
         pods = [one for one in shelf if not _is_free(one)]
         if len(shelf) != len(pods) + self.standby or not all(map(_lives, shelf)):
             return False

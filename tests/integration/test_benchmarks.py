@@ -26,7 +26,7 @@ BY_DAY = {
     "import": "",
     "join_2000": "--agents 50",
     "matcher": "--lines 1000",
-    "records": "--events 3000 --agents 20 --readers 3 --seconds 0.5 --turns 1",
+    "records": "--events 3000 --agents 20 --readers 3 --seconds 0.5 --beats 100 --turns 1",
     "replay": "--events 3000",
     "simulate": "--nodes 16 --days 1 --failures 5",
     "straggler": "--cases 2 --hours 1",

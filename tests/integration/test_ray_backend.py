@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import select
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -83,6 +84,11 @@ async def running(here: BackendContext) -> AsyncIterator[RayBackend]:
     finally:
         await backend.clear()
         await backend.close()
+        for pid in processes_of(here.run):  # an agent whose keeper was killed is about to end
+            with contextlib.suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(pid)
+                select.select([pidfd], [], [], 10.0)
+                os.close(pidfd)
         assert processes_of(here.run) == []
 
 

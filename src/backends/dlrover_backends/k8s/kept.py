@@ -14,7 +14,7 @@ import structlog
 
 from dlrover_backends.k8s import endings, names
 from dlrover_backends.k8s.api import Ask, Json, only, uid_of
-from dlrover_backends.k8s.errors import Conflict, Forbidden, NotFound
+from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, NotFound
 from dlrover_backends.k8s.refusals import missing_right
 from dlrover_core.runtime.backends import BackendContext
 
@@ -40,6 +40,7 @@ class Kept:
     ) -> None:
         self._here, self._ask, self._pods, self._is_ours = here, ask, pods, is_ours
         self._newest: dict[str, _Pod] | None = None
+        self._older = set[_Pod]()
         self._may = True
 
     async def keep(self, node: str, pod: str, uid: str, owner: Json) -> bool:
@@ -59,12 +60,20 @@ class Kept:
             return False
         place, _, incarnation = node.rpartition("-")
         if self._newest is None:  # a master before this one may have kept some
+            kept = await self._listed(owner)
             self._newest = {}
-            for one in await self._listed(owner):
+            for one in kept:
                 its, _, number = endings.true_name(one).rpartition("-")
                 if number.isdecimal():
-                    await self._add(its, _Pod(int(number), one["metadata"]["name"], uid_of(one)))
-        await self._add(place, _Pod(int(incarnation), pod, uid))
+                    self._add(its, _Pod(int(number), one["metadata"]["name"], uid_of(one)))
+        self._add(place, _Pod(int(incarnation), pod, uid))
+        for each in sorted(self._older):
+            try:
+                await self._remove(each.name, each.uid)
+            except ApiError as error:  # with the next one that is kept
+                log.info("an older failed pod stays for now", pod=each.name, error=str(error))
+                break
+            self._older.discard(each)
         return True
 
     async def clear(self, owner: Json) -> None:
@@ -72,12 +81,11 @@ class Kept:
         for one in await self._listed(owner):
             await self._remove(one["metadata"]["name"], uid_of(one))
 
-    async def _add(self, place: str, pod: _Pod) -> None:
+    def _add(self, place: str, pod: _Pod) -> None:
         assert self._newest is not None
         known = self._newest.get(place, pod)
         self._newest[place] = max(known, pod)
-        if known.name != pod.name:
-            await self._remove(*min(known, pod)[1:])
+        self._older |= {known, pod} - {self._newest[place]}
 
     async def _listed(self, owner: Json) -> list[Json]:
         labels = names.labels(self._here.job, self._here.run)
