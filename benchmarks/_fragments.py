@@ -47,7 +47,7 @@ class Fragmented(NamedTuple):
 
 
 class Holders:
-    """What the agents are told and answered."""
+    """Keeps, for each agent, the newest order and the number of the last command that was answered."""
 
     def __init__(self, agents: list[SimAgent], swarm: Swarm) -> None:
         self._agents, self._swarm = agents, swarm
@@ -75,7 +75,7 @@ class Holders:
                 raise Broken(f"the master has not said for {LIMIT_S:g} s what was waited for")
 
     def held(self, agent: SimAgent) -> Ranges:
-        """What an agent's newest order grants."""
+        """The positions that an agent holds, by its newest order."""
         told = self.told.get(agent.name)
         return Ranges.unpack(told.spans) if told is not None and told.spans else Ranges()
 

@@ -59,7 +59,7 @@ class Hosts(Job):
         raise Broken(f"{self.launcher} does not listen on port {self.port}; it said: {self.said()}")
 
     def end(self) -> list[str]:
-        """Kill what is left; the processes that were no launchers, in words."""
+        """Kill the launchers and all of the run's processes, and return those that the launchers left behind, in words."""
         for one in self.launchers:
             one.kill()
             one.wait()

@@ -37,7 +37,7 @@ MARK = "DLROVER_BENCH_RUN"
 LIMIT_S = 120.0
 LEFT_S, SWEPT_S = 2.0, 15.0
 DESK, SWEEPER = "dlrover_backends.ray.desk", "dlrover-sweeper"
-"""What ends the rest when our launcher was killed; it takes longer where the processors are busy."""
+"""By these words the desk on Ray and a sweeper are known; the sweeper ends what a killed launcher has started."""
 
 
 class Broken(Exception):
@@ -136,7 +136,7 @@ class Job:
         return "\n".join([*errors, "...", text[-1000:]])
 
     def _left(self) -> dict[int, str]:
-        """What lives on. A desk that no master talks to ends in ten seconds, which nobody waits for here: it is killed."""
+        """The run's living processes, by number. Desks are killed first: without a master they end only after ten seconds."""
         left = {pid: _named(pid) for pid in marked(self.mark)}
         for pid in [pid for pid, words in left.items() if DESK in words]:
             with contextlib.suppress(ProcessLookupError):
@@ -155,7 +155,7 @@ class Job:
         return asyncio.run(read())
 
     def end(self) -> list[str]:
-        """Kill what is left; the processes that were not its launcher, in words. One that cleans up after it is waited for."""
+        """Kill the run's processes, and return those that the launcher left behind, in words. A sweeper gets time to end them."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()

@@ -1,4 +1,4 @@
-"""What `bench_data_jobs.py` kills: a DDP script under FlashCheckpoint, with an ElasticDataset and without one.
+"""A DDP script under FlashCheckpoint, with an ElasticDataset or without; `bench_data_jobs.py` kills its workers.
 
     data_step.py --diary FILE --checkpoint FILE KIND LOADERS
 

@@ -1,4 +1,4 @@
-"""What `bench_data_jobs.py` times: ranks that meet in every step, the last of which is slower by a factor.
+"""A DDP script whose last rank is slower than the others by a factor; `bench_data_jobs.py` times its epoch.
 
     slow_rank.py QUOTA STEPS BATCH PACE_S SLOW FILE
 
