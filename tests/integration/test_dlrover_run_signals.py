@@ -91,6 +91,7 @@ def test_grace_has_an_end(tmp_path: Path) -> None:
     """Workers that ignore SIGTERM get SIGKILL after ``stop_grace_s``."""
     with Job(tmp_path, "--set", "stop_grace_s=0.5", *TWO, STEPS, "--deaf") as job:
         job.trains(1)
+        eventually(lambda: all(job.told(rank) for rank in (0, 1)), "both workers")
         job.process.terminate()
         assert job.ended(15.0) == 143
         assert job.left() == []
