@@ -31,6 +31,18 @@ __all__ = ["Row", "number"]  # what others take from here
 RESULTS = HERE / "results"
 MET, MISSED, BROKEN = 0, 1, 2
 LOOP = 1_000_000
+A_JOB = (
+    "src/adapters/dlrover_adapters/agent",
+    "src/adapters/dlrover_adapters/cli",
+    "src/adapters/dlrover_adapters/http",
+    "src/backends",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+"""What every benchmark measures that launches a job."""
 
 
 @dataclass(slots=True)

@@ -32,27 +32,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from _bench import BROKEN, HERE, Result, Row, median, options, quantile, say
+from _bench import A_JOB, BROKEN, HERE, Result, Row, median, options, quantile, say
 from _floors import Source, restore_s, transfer_s
 from _hosts import ancestor, kill_tree
 from _jobs import OURS, Broken, Job, Line, running
 from _saving import GIB, dlrover_python, first_per_gib, per_gib, run
 
 MEASURES = (
-    "src/adapters/dlrover_adapters/agent",
+    *A_JOB,
     "src/adapters/dlrover_adapters/checkpoint",
-    "src/adapters/dlrover_adapters/cli",
-    "src/adapters/dlrover_adapters/http",
     "src/adapters/dlrover_adapters/storage",
     "src/adapters/dlrover_adapters/torch",
-    "src/backends",
     "src/dlrover_core/checkpoint",
     "src/dlrover_core/host",
-    "src/dlrover_core/job",
-    "src/dlrover_core/kernel",
-    "src/dlrover_core/logs",
-    "src/dlrover_core/rules",
-    "src/dlrover_core/runtime",
 )
 
 SCRIPT = HERE / "scripts" / "kept.py"

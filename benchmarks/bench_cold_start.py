@@ -12,22 +12,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from _bench import BROKEN, Result, Row, median, options, say
+from _bench import A_JOB, BROKEN, Result, Row, median, options, say
 from _jobs import OURS, TORCHRUN, Broken, Line, peer_python, running
 
-MEASURES = (
-    "src/adapters/dlrover_adapters/agent",
-    "src/adapters/dlrover_adapters/cli",
-    "src/adapters/dlrover_adapters/http",
-    "src/adapters/dlrover_adapters/torch",
-    "src/backends",
-    "src/dlrover_core/host",
-    "src/dlrover_core/job",
-    "src/dlrover_core/kernel",
-    "src/dlrover_core/logs",
-    "src/dlrover_core/rules",
-    "src/dlrover_core/runtime",
-)
+MEASURES = (*A_JOB, "src/adapters/dlrover_adapters/torch", "src/dlrover_core/host")
 
 TARGET = 0.7
 PHASES = ("begin", "imported", "grouped", "ready", "step")

@@ -20,27 +20,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from _bench import BROKEN, Result, Row, median, options, say
+from _bench import A_JOB, BROKEN, Result, Row, median, options, say
 from _jobs import OURS, Broken, Job, marked, running
 from bench_overhead import SCRIPT, WARM_UP, calibrate
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-MEASURES = (
-    "src/adapters/dlrover_adapters/agent",
-    "src/adapters/dlrover_adapters/cli",
-    "src/adapters/dlrover_adapters/http",
-    "src/adapters/dlrover_adapters/torch",
-    "src/backends",
-    "src/dlrover_core/diagnosis",
-    "src/dlrover_core/host",
-    "src/dlrover_core/job",
-    "src/dlrover_core/kernel",
-    "src/dlrover_core/logs",
-    "src/dlrover_core/rules",
-    "src/dlrover_core/runtime",
-)
+MEASURES = (*A_JOB, "src/adapters/dlrover_adapters/torch", "src/dlrover_core/diagnosis", "src/dlrover_core/host")
 
 TARGET = 1.01
 LOOK_S = 0.25

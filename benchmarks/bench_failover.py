@@ -30,7 +30,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import structlog
-from _bench import BROKEN, Result, Row, options, say
+from _bench import A_JOB, BROKEN, Result, Row, options, say
 from _etcd import Etcd, EtcdError, NotMeasurable, cluster, raw
 from _jobs import clock_offset
 from _masters import JOB, Pair, Side, pair
@@ -41,19 +41,7 @@ from dlrover_core.job.incidents import WorkerExited
 from dlrover_core.job.job import LeaderStarted
 from dlrover_core.job.world import WorldFormed
 
-MEASURES = (
-    "src/adapters/dlrover_adapters/agent",
-    "src/adapters/dlrover_adapters/cli",
-    "src/adapters/dlrover_adapters/etcd",
-    "src/adapters/dlrover_adapters/http",
-    "src/backends",
-    "src/dlrover_core/host",
-    "src/dlrover_core/job",
-    "src/dlrover_core/kernel",
-    "src/dlrover_core/logs",
-    "src/dlrover_core/rules",
-    "src/dlrover_core/runtime",
-)
+MEASURES = (*A_JOB, "src/adapters/dlrover_adapters/etcd", "src/dlrover_core/host")
 
 TTL_S = 2
 SLACK_S, HAND_OVER_S = 1.0, 0.2

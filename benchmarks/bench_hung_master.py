@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _bench import BROKEN, HERE, Result, Row, options, say
+from _bench import A_JOB, BROKEN, HERE, Result, Row, options, say
 from _etcd import EtcdError, NotMeasurable, cluster
 from _jobs import MARK, OURS, SCRIPT, Broken, Job, Line, running
 from _masters import Side
@@ -41,21 +41,13 @@ from dlrover_adapters.http.client import fetch_status
 from dlrover_core import CoreError
 
 MEASURES = (
-    "src/adapters/dlrover_adapters/agent",
+    *A_JOB,
     "src/adapters/dlrover_adapters/checkpoint",
-    "src/adapters/dlrover_adapters/cli",
     "src/adapters/dlrover_adapters/etcd",
-    "src/adapters/dlrover_adapters/http",
     "src/adapters/dlrover_adapters/torch",
-    "src/backends",
     "src/dlrover_core/checkpoint",
     "src/dlrover_core/diagnosis",
     "src/dlrover_core/host",
-    "src/dlrover_core/job",
-    "src/dlrover_core/kernel",
-    "src/dlrover_core/logs",
-    "src/dlrover_core/rules",
-    "src/dlrover_core/runtime",
 )
 
 HUNG_S, TTL_S, SLACK_S = 5.0, 5.0, 1.0

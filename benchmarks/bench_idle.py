@@ -25,23 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _agents import BEAT, BEAT_SEEN, Broken, Joining, SimAgent, Swarm, dialled, room_for
-from _bench import BROKEN, HERE, Result, Row, options, say
+from _bench import A_JOB, BROKEN, HERE, Result, Row, options, say
 from _jobs import LIMIT_S, MARK, marked
 from _master import cpu_s, started
 
-MEASURES = (
-    "src/adapters/dlrover_adapters/agent",
-    "src/adapters/dlrover_adapters/cli",
-    "src/adapters/dlrover_adapters/http",
-    "src/adapters/dlrover_adapters/torch",
-    "src/backends",
-    "src/dlrover_core/host",
-    "src/dlrover_core/job",
-    "src/dlrover_core/kernel",
-    "src/dlrover_core/logs",
-    "src/dlrover_core/rules",
-    "src/dlrover_core/runtime",
-)
+MEASURES = (*A_JOB, "src/adapters/dlrover_adapters/torch", "src/dlrover_core/host")
 
 MASTER_TARGET, AGENT_TARGET = 5.0, 0.5
 WORKERS = 8

@@ -12,23 +12,11 @@ from __future__ import annotations
 
 import sys
 
-from _bench import BROKEN, Result, Row, options, say
+from _bench import A_JOB, BROKEN, Result, Row, options, say
 from _hosts import AS_IT_COMES, AT_ITS_BEST, hosts, stepping, wait_all_step
 from _jobs import BEST, OURS, TORCHRUN, Broken, Lost, peer_python
 
-MEASURES = (
-    "src/adapters/dlrover_adapters/agent",
-    "src/adapters/dlrover_adapters/cli",
-    "src/adapters/dlrover_adapters/http",
-    "src/adapters/dlrover_adapters/torch",
-    "src/backends",
-    "src/dlrover_core/host",
-    "src/dlrover_core/job",
-    "src/dlrover_core/kernel",
-    "src/dlrover_core/logs",
-    "src/dlrover_core/rules",
-    "src/dlrover_core/runtime",
-)
+MEASURES = (*A_JOB, "src/adapters/dlrover_adapters/torch", "src/dlrover_core/host")
 
 TARGET = 0.5
 JOIN_AT = 20

@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _bench import BROKEN, Result, Row, median, options, say
+from _bench import A_JOB, BROKEN, Result, Row, median, options, say
 from _jobs import OURS, TORCHRUN, Broken, Job, Line, clock_offset, peer_python, running
 
 from dlrover_adapters.http.client import fetch_status
@@ -33,18 +33,7 @@ from dlrover_core.job.job import LeaderStarted
 from dlrover_core.job.world import WorldFormed
 from dlrover_core.kernel.events import Record
 
-MEASURES = (
-    "src/adapters/dlrover_adapters/agent",
-    "src/adapters/dlrover_adapters/cli",
-    "src/adapters/dlrover_adapters/http",
-    "src/backends",
-    "src/dlrover_core/host",
-    "src/dlrover_core/job",
-    "src/dlrover_core/kernel",
-    "src/dlrover_core/logs",
-    "src/dlrover_core/rules",
-    "src/dlrover_core/runtime",
-)
+MEASURES = (*A_JOB, "src/dlrover_core/host")
 
 TARGET_S = 1.0
 QUIET_S = 1.5

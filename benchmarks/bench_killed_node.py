@@ -22,24 +22,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from _bench import BROKEN, Result, Row, options, say
+from _bench import A_JOB, BROKEN, Result, Row, options, say
 from _hosts import AS_IT_COMES, AT_ITS_BEST, Hosts, ancestor, hosts, kill_tree, stepping, wait_all_step
 from _jobs import BEST, OURS, TORCHRUN, Broken, Job, Lost, marked, peer_python, running
 
-MEASURES = (
-    "src/adapters/dlrover_adapters/agent",
-    "src/adapters/dlrover_adapters/cli",
-    "src/adapters/dlrover_adapters/http",
-    "src/adapters/dlrover_adapters/torch",
-    "src/backends",
-    "src/dlrover_core/diagnosis",
-    "src/dlrover_core/host",
-    "src/dlrover_core/job",
-    "src/dlrover_core/kernel",
-    "src/dlrover_core/logs",
-    "src/dlrover_core/rules",
-    "src/dlrover_core/runtime",
-)
+MEASURES = (*A_JOB, "src/adapters/dlrover_adapters/torch", "src/dlrover_core/diagnosis", "src/dlrover_core/host")
 
 KILL_AT = 20
 RELAUNCHED, STANDBY_S = 0.5, 0.5

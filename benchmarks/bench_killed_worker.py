@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from _bench import BROKEN, Result, Row, median, options, quantile, say
+from _bench import A_JOB, BROKEN, Result, Row, median, options, quantile, say
 from _jobs import (
     AS_IT_COMES,
     AT_ITS_BEST,
@@ -39,20 +39,7 @@ from dlrover_core.job.incidents import IncidentClosed, IncidentOpened, WorkerExi
 from dlrover_core.job.progress import FirstStep
 from dlrover_core.job.world import WorkersStarted, WorldFormed
 
-MEASURES = (
-    "src/adapters/dlrover_adapters/agent",
-    "src/adapters/dlrover_adapters/cli",
-    "src/adapters/dlrover_adapters/http",
-    "src/adapters/dlrover_adapters/torch",
-    "src/backends",
-    "src/dlrover_core/diagnosis",
-    "src/dlrover_core/host",
-    "src/dlrover_core/job",
-    "src/dlrover_core/kernel",
-    "src/dlrover_core/logs",
-    "src/dlrover_core/rules",
-    "src/dlrover_core/runtime",
-)
+MEASURES = (*A_JOB, "src/adapters/dlrover_adapters/torch", "src/dlrover_core/diagnosis", "src/dlrover_core/host")
 
 KILL_AT, STEPS = 20, 45
 TARGET = 0.10

@@ -17,23 +17,10 @@ import time
 from itertools import pairwise
 from typing import NamedTuple
 
-from _bench import BROKEN, HERE, Result, Row, median, options, say
+from _bench import A_JOB, BROKEN, HERE, Result, Row, median, options, say
 from _jobs import OURS, TORCHRUN, Broken, peer_python, running
 
-MEASURES = (
-    "src/adapters/dlrover_adapters/agent",
-    "src/adapters/dlrover_adapters/cli",
-    "src/adapters/dlrover_adapters/http",
-    "src/adapters/dlrover_adapters/torch",
-    "src/backends",
-    "src/dlrover_core/diagnosis",
-    "src/dlrover_core/host",
-    "src/dlrover_core/job",
-    "src/dlrover_core/kernel",
-    "src/dlrover_core/logs",
-    "src/dlrover_core/rules",
-    "src/dlrover_core/runtime",
-)
+MEASURES = (*A_JOB, "src/adapters/dlrover_adapters/torch", "src/dlrover_core/diagnosis", "src/dlrover_core/host")
 
 SCRIPT = HERE / "scripts" / "fixed_work.py"
 TARGET = 0.995

@@ -26,23 +26,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from _bench import BROKEN, HERE, Result, Row, options, say
+from _bench import A_JOB, BROKEN, HERE, Result, Row, options, say
 from _jobs import OURS, Broken, Job, Line, kept
 from bench_killed_worker import recovered
 
 MEASURES = (
-    "src/adapters/dlrover_adapters/agent",
-    "src/adapters/dlrover_adapters/cli",
-    "src/adapters/dlrover_adapters/http",
+    *A_JOB,
     "src/adapters/dlrover_adapters/peers.py",
     "src/adapters/dlrover_adapters/plain",
     "src/adapters/dlrover_adapters/torch",
-    "src/backends",
-    "src/dlrover_core/job",
-    "src/dlrover_core/kernel",
-    "src/dlrover_core/logs",
-    "src/dlrover_core/rules",
-    "src/dlrover_core/runtime",
 )
 
 UNIT_TARGET_S, GAP_TARGET, STEP_TARGET = 0.15, 1.05, 1.1

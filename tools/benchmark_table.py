@@ -88,12 +88,22 @@ def measured_at(name: str, result: Mapping[str, Any], root: Path = ROOT) -> str:
     return (_git("log", "-1", "--format=%H", "--", f"benchmarks/results/{name}.json", root=root) or "").strip()
 
 
+@functools.cache
+def _constant(script: str, name: str) -> tuple[str, ...]:
+    """Paths that a script of the benchmarks assigns to a name; ``*A_JOB`` among them stands for those of `_bench.py`."""
+    for node in ast.parse((BENCHMARKS / f"{script}.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
+            given = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+            found: list[str] = []
+            for one in given:
+                found += _constant("_bench", "A_JOB") if isinstance(one, ast.Starred) else [ast.literal_eval(one)]
+            return tuple(found)
+    raise LookupError(f"benchmarks/{script}.py does not say what it measures: {name}")
+
+
 def measures(name: str) -> tuple[str, ...]:
     """The paths that a benchmark measures, by its script."""
-    for node in ast.parse((BENCHMARKS / f"bench_{name}.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "MEASURES":
-            return tuple(ast.literal_eval(node.value))
-    raise LookupError(f"benchmarks/bench_{name}.py does not say what it measures: MEASURES")
+    return _constant(f"bench_{name}", "MEASURES")
 
 
 def age(name: str, result: Mapping[str, Any], root: Path = ROOT) -> int | None:

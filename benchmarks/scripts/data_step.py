@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_step import BEGAN, IMPORTED, Diary
+from ddp_step import BEGAN, IMPORTED
+from diary import Diary
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler

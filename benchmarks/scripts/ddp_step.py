@@ -17,22 +17,11 @@ from types import FrameType  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from diary import Diary  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 IMPORTED = time.monotonic_ns()
-
-
-class Diary:
-    """Appends lines that no other process can tear."""
-
-    def __init__(self, path: Path, rank: int) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._who = f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {rank} {os.getpid()}"
-
-    def note(self, what: str, step: int, at: int = 0) -> None:
-        """Write one line."""
-        os.write(self._fd, f"{what} {self._who} {step} {at or time.monotonic_ns()}\n".encode())
 
 
 def on_sigterm(number: int, _: FrameType | None) -> None:

@@ -21,21 +21,10 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
+from diary import Diary  # noqa: E402
 from saving import Training  # noqa: E402
 
 HASHED_S = 20.0
-
-
-class Diary:
-    """Appends lines that no other process can tear."""
-
-    def __init__(self, path: Path, rank: int) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._who = f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {rank} {os.getpid()}"
-
-    def note(self, what: str, step: int, at: int = 0) -> None:
-        """Write one line."""
-        os.write(self._fd, f"{what} {self._who} {step} {at or time.monotonic_ns()}\n".encode())
 
 
 def load(path: Path, kind: str, mib: int) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from litdata.streaming import StreamingDataLoader, StreamingDataset
 from litdata.streaming.cache import Cache
 from litdata.utilities.env import _DistributedEnv
+from restoring import print_ms
 
 CHUNK = 100_000
 
@@ -54,17 +54,13 @@ def main() -> int:
         used = size * 9 // 10 // (2 * batch) * batch
         state = {"dataset": first.dataset.state_dict(used, 1, batch), "current_epoch": 1, "num_samples_yielded": used}
         state["latest_worker_idx"] = 0
-        took = []
-        for _ in range(trials):
-            began = time.perf_counter()
+
+        def restored() -> Any:
             again = loader(folder, batch)
             again.load_state_dict(json.loads(json.dumps(state)))
-            found = next(iter(again))
-            took.append((time.perf_counter() - began) * 1e3)
-            if len(found) != batch:
-                return 1
-    print(json.dumps(took))
-    return 0
+            return again
+
+        return print_ms(restored, batch, trials)
 
 
 if __name__ == "__main__":

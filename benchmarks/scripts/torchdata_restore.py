@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import time
 from typing import Any
 
+from restoring import print_ms
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
@@ -41,17 +40,13 @@ def main() -> int:
         if number >= size * 9 // 10 // batch:
             break
     state = first.state_dict()
-    took = []
-    for _ in range(trials):
-        began = time.perf_counter()
+
+    def restored() -> Any:
         again = loader(size, batch)
         again.load_state_dict(state)
-        found = next(iter(again))
-        took.append((time.perf_counter() - began) * 1e3)
-        if len(found) != batch:
-            return 1
-    print(json.dumps(took))
-    return 0
+        return again
+
+    return print_ms(restored, batch, trials)
 
 
 if __name__ == "__main__":

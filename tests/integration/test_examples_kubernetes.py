@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from hosts_net import Host, Net, best
-from running import BIN, WITHOUT_TORCH, Process, eventually
+from running import BIN, WITHOUT_TORCH, Process, begin, eventually
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -103,16 +102,7 @@ class Pod(Host):
         line = [*self.net.prefixes[self.name], str(BIN / command[0]), *told, *command[1:]]
         born = {"PATH": os.environ["PATH"], "HOME": str(self.folder), "FOLDER": str(self.folder), **WITHOUT_TORCH}
         born = {**born, "XDG_STATE_HOME": str(self.folder), **variables}
-        with (self.folder / "out-0").open("wb") as out, (self.folder / "err-0").open("wb") as err:
-            self.process = subprocess.Popen(
-                line,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=born,
-                cwd=self.folder,
-                start_new_session=True,
-            )
+        self.process = begin(line, born, self.folder, self.folder / "out-0", self.folder / "err-0")
 
     def ranks(self) -> dict[int, str]:
         """What ranks have begun here: by process id, which and of how many."""

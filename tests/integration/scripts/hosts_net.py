@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from commands import dlrover
-from running import BIN, BOUND_S, Process, eventually, processes, warmth
+from running import BIN, BOUND_S, Process, begin, eventually, processes, warmth
 
 from dlrover_adapters.cli import scratch
 from dlrover_core.job.state import JobState, fold
@@ -148,19 +148,8 @@ class Host:
         )
         born = {**os.environ, "DLROVER_TOKEN": token, "FOLDER": str(self.folder), **warmth(command, self.folder)}
         born |= self.environment
-        with (
-            (self.folder / f"out-{self._runs}").open("wb") as out,
-            (self.folder / f"err-{self._runs}").open("wb") as err,
-        ):
-            self.process = subprocess.Popen(
-                line,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=born,
-                cwd=self.folder,
-                start_new_session=True,
-            )
+        out, err = self.folder / f"out-{self._runs}", self.folder / f"err-{self._runs}"
+        self.process = begin(line, born, self.folder, out, err)
         return self
 
     def said(self) -> str:

@@ -129,6 +129,20 @@ def warmth(command: Sequence[str], folder: Path = Path()) -> dict[str, str]:
     return WITHOUT_TORCH
 
 
+def begin(line: Sequence[str], env: Mapping[str, str], folder: Path, out: Path, err: Path) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, as under a shell's job control. ``out``, ``err``: files for what it prints."""
+    with out.open("wb") as to_out, err.open("wb") as to_err:
+        return subprocess.Popen(
+            line,
+            stdin=subprocess.DEVNULL,
+            stdout=to_out,
+            stderr=to_err,
+            env=env,
+            cwd=folder,
+            start_new_session=True,
+        )
+
+
 class Job:
     """One `dlrover-run`, in a session of its own as under a shell's job control. Leave it to have it killed.
 
@@ -148,16 +162,7 @@ class Job:
         self._told: str | None = None  # the log of a job that has ended by itself, which grows no more
         arguments = [*prefix, str(BIN / "dlrover-run"), "--state-dir", str(self.state), "--job-id", job, *command]
         born = {**os.environ, "DLROVER_TOKEN": TOKEN, "FOLDER": str(folder), **warmth(command, folder), **(env or {})}
-        with self.out.open("wb") as out, self.err.open("wb") as err:
-            self.process = subprocess.Popen(
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=born,
-                cwd=folder,
-                start_new_session=True,
-            )
+        self.process = begin(arguments, born, folder, self.out, self.err)
 
     def __enter__(self) -> Self:
         return self
