@@ -33,7 +33,6 @@ def test_a_signal_stops_the_job_in_order(tmp_path: Path, number: signal.Signals,
     """
     with Job(tmp_path, *TWO, STEPS, "--term", "--child") as job:
         job.trains(1)
-        eventually(lambda: all(job.told(rank) for rank in (0, 1)), "both workers")
         (os.killpg if group else os.kill)(job.process.pid, number)
         assert job.ended() == code
         assert all(["terminated", number.name] in job.told(rank) for rank in (0, 1))
@@ -65,7 +64,6 @@ def test_the_signals_to_handle_are_chosen(tmp_path: Path) -> None:
     """``--signals-to-handle SIGUSR1``, as batch systems send it before the end: workers get it, and may save."""
     with Job(tmp_path, *TWO, "--signals-to-handle", "SIGTERM,SIGUSR1", STEPS, "--term") as job:
         job.trains(1)
-        eventually(lambda: all(job.told(rank) for rank in (0, 1)), "both workers")
         job.process.send_signal(signal.SIGUSR1)
         assert job.ended() == 128 + signal.SIGUSR1
         assert all(["terminated", "SIGUSR1"] in job.told(rank) for rank in (0, 1))
@@ -76,7 +74,6 @@ def test_ctrl_c_twice_does_not_wait(tmp_path: Path) -> None:
     """Workers deaf to SIGTERM are killed at the second Ctrl-C, and still the log gets its end."""
     with Job(tmp_path, *TWO, STEPS, "--deaf") as job:
         job.trains(1)
-        eventually(lambda: all(job.told(rank) for rank in (0, 1)), "both workers")
         job.process.send_signal(signal.SIGINT)
         eventually(lambda: (status := job.status()) and status["state"] == "stopping", "the first one")
         assert job.process.poll() is None
@@ -91,7 +88,6 @@ def test_grace_has_an_end(tmp_path: Path) -> None:
     """Workers that ignore SIGTERM get SIGKILL after ``stop_grace_s``."""
     with Job(tmp_path, "--set", "stop_grace_s=0.5", *TWO, STEPS, "--deaf") as job:
         job.trains(1)
-        eventually(lambda: all(job.told(rank) for rank in (0, 1)), "both workers")
         job.process.terminate()
         assert job.ended(15.0) == 143
         assert job.left() == []

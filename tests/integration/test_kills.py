@@ -88,7 +88,7 @@ def test_any_one_process_may_be_killed(tmp_path: Path) -> None:
         worker = job.one("worker-1")
         worker.kill()
         job.trains(2, beyond=1000)
-        eventually(lambda: [len(born(job, rank)) for rank in (0, 1)] == [2, 2], "two lives of each rank")
+        assert [len(born(job, rank)) for rank in (0, 1)] == [2, 2], "two lives of each rank"
 
         # A node: another one takes its place.
         agent = job.one("dlrover-agent", "--node worker-1-0")

@@ -39,10 +39,10 @@ def dlrover_ray(ground: RayGround, *words: str) -> str:
 def test_an_actor_is_killed(ground: RayGround, tmp_path: Path) -> None:
     """The node is another actor, training goes on, the incident has Ray's word, and at the end nothing is left."""
     with job_of(ground, tmp_path) as job:
-        step = job.trains(1, beyond=3)["step"]
+        job.trains(1, beyond=3)
         run = job.settings["run"]
         os.kill(keeper_of(run, "worker-1-0"), signal.SIGKILL)
-        job.until(lambda status: status["step"] > step and status["generation"] > 1, "steps after the incident")
+        job.trains_after(1)
         job.finish()
         assert job.ended() == 0, job.said
         told = job.dlrover("explain")
@@ -56,14 +56,14 @@ def test_an_actor_is_killed(ground: RayGround, tmp_path: Path) -> None:
 def test_a_warm_node_takes_a_dead_ones_place(ground: RayGround, tmp_path: Path) -> None:
     """The agent that waited without a name trains as the next incarnation; another one is made, and at the end all are gone."""
     with job_of(ground, tmp_path, "--standby", "1", resources="CPU=0.5") as job:
-        step = job.trains(1, beyond=3)["step"]
+        job.trains(1, beyond=3)
         run = job.settings["run"]
         job.until(lambda status: status["standbys"] == 1, "a standby that waits")
         [warm] = {parent_of(pid) for pid in processes_of(run, with_env="DLROVER_STANDBY=worker")} - set(
             processes_of(run)
         )
         os.kill(keeper_of(run, "worker-1-0"), signal.SIGKILL)
-        job.until(lambda status: status["step"] > step and status["generation"] > 1, "steps after the incident")
+        job.trains_after(1)
         assert Path(f"/proc/{warm}").exists()
         job.until(lambda status: status["standbys"] == 1, "another standby")
         job.finish()
@@ -92,8 +92,7 @@ def test_a_raylet_is_frozen_past_its_death_and_thawed(tmp_path: Path) -> None:
             assert status["generation"] == 1
             ground.order("signal", host=hosts[host], name="SIGCONT")
             eventually(lambda: not set(old) & set(processes_of(run)), "the end of the old agents")
-            later = job.until(lambda status: status["generation"] > 1, "another world")["step"]
-            job.until(lambda status: status["step"] > later, "steps elsewhere")
+            job.trains_after(1)
             job.finish()
             assert job.ended() == 0, job.said
         assert processes_of(run) == []

@@ -112,6 +112,11 @@ def processes(mark: str) -> list[Process]:
     return [one for one in found if one.lives]
 
 
+def scripts(command: Sequence[str], folder: Path = Path()) -> list[Path]:
+    """The scripts that a command names."""
+    return [one for word in command if word.endswith(".py") and (one := folder / word).exists()]
+
+
 def warmth(command: Sequence[str], folder: Path = Path()) -> dict[str, str]:
     """The environment of a launcher: its processes import no more of torch than a script of ``command`` needs.
 
@@ -119,8 +124,7 @@ def warmth(command: Sequence[str], folder: Path = Path()) -> dict[str, str]:
     torch, what stands for it (`NO_TORCH`). Imports are half of what a short job costs. A job that is given a PYTHONPATH of its
     own, such as `TORCH`, has the real one.
     """
-    scripts = [one for word in command if word.endswith(".py") and (one := folder / word).exists()]
-    texts = [one.read_text() for one in scripts]
+    texts = [one.read_text() for one in scripts(command, folder)]
     texts += [one.read_text() for name in IMPORTS.findall("\n".join(texts)) if (one := SCRIPTS / f"{name}.py").exists()]
     if any("optim" in one for one in texts) or not (texts or "--no-python" in command):
         return {}
@@ -160,6 +164,7 @@ class Job:
         self.folder, self.name, self.state = folder, job, folder / "state"
         self.out, self.err = folder / "out", folder / "err"
         self._told: str | None = None  # the log of a job that has ended by itself, which grows no more
+        self._tells_births = any("born" in one.read_text() for one in scripts(command, folder))
         arguments = [*prefix, str(BIN / "dlrover-run"), "--state-dir", str(self.state), "--job-id", job, *command]
         born = {**os.environ, "DLROVER_TOKEN": TOKEN, "FOLDER": str(folder), **warmth(command, folder), **(env or {})}
         self.process = begin(arguments, born, folder, self.out, self.err)
@@ -246,13 +251,34 @@ class Job:
         return eventually(look, what, bound_s)
 
     def trains(self, generation: int, beyond: int = -1) -> dict[str, Any]:
-        """Wait until all is well in this generation, at a step after ``beyond``."""
+        """Wait until all is well in this generation, at a step of its own after ``beyond``, and the script of every rank runs.
+
+        A generation that has begun says nothing about its scripts, and a status shows the last one's step until there is one.
+        """
 
         def well(status: dict[str, Any]) -> bool:
             assert status["generation"] <= generation, f"generation {status['generation']}, not {generation}: {status}"
-            return status["generation"] == generation and status["step"] > beyond and not status["open_incidents"]
+            return status["generation"] == generation and self._well(status, beyond)
 
         return self.until(well, f"generation {generation} trains beyond step {beyond}")
+
+    def trains_after(self, generation: int) -> dict[str, Any]:
+        """The same for whichever generation comes after this one."""
+        return self.until(
+            lambda status: status["generation"] > generation and self._well(status), f"steps after {generation}"
+        )
+
+    def _well(self, status: dict[str, Any], beyond: int = -1) -> bool:
+        if status["open_incidents"] or status["live"] is None:
+            return False
+        return bool(status["live"]["step"] > beyond) and self._begun(status["world_size"])
+
+    def _begun(self, ranks: int) -> bool:
+        """Does the script of every rank run? Of those that write down their births; others' steps must do."""
+        if not self._tells_births:
+            return True
+        lives = [[int(words[1]) for words in self.told(rank) if words[0] == "born"] for rank in range(ranks)]
+        return all(pids and Process(pids[-1], "", "").lives for pids in lives)
 
     # ---- its processes
 
