@@ -63,8 +63,29 @@ def test_a_script_that_is_not_in_the_runtime_environment(tmp_path: Path, monkeyp
     assert backend_flags.in_images(options)
     with pytest.raises(SpecError, match=r"'train\.py' is not in .*/code, the working_dir of env\.yaml"):
         ray_flags.check(options)
+    by_argument = cli_options.parse(["--backend", "ray:runtime_env=env.yaml", "train.py"])
+    with pytest.raises(SpecError, match=r"'train\.py' is not in .*/code, the working_dir of env\.yaml"):
+        ray_flags.check(by_argument)
     (tmp_path / "code" / "train.py").touch()
     ray_flags.check(options)
+    ray_flags.check(by_argument)
+
+
+def test_a_script_that_nothing_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the runtime environment brings no files, nodes find what is here: a name that is nobody's is told at once."""
+    monkeypatch.chdir(tmp_path)
+    for text, elsewhere in (("env_vars: {A: '1'}", False), ("pip: [a]", True), ("image_uri: a", True)):
+        (tmp_path / "env.yaml").write_text(text, encoding="utf-8")
+        options = cli_options.parse(["--backend", "ray", "--runtime-env", "env.yaml", "train.py"])
+        assert backend_flags.in_images(options) is elsewhere
+        if "image_uri" not in text:
+            with pytest.raises(SpecError, match=r"'train\.py' is not here, and env\.yaml brings no files"):
+                ray_flags.check(options)
+    ray_flags.check(options)
+    # An archive is not looked into.
+    (tmp_path / "code.zip").touch()
+    (tmp_path / "env.yaml").write_text("working_dir: code.zip", encoding="utf-8")
+    ray_flags.check(cli_options.parse(["--backend", "ray", "--runtime-env", "env.yaml", "train.py"]))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from dlrover_adapters.cli import lead, live, places, show_config
 from dlrover_adapters.cli.options import parse, where
 from dlrover_adapters.cli.settings import Settings
-from dlrover_adapters.cli.standing import Standing, degraded
+from dlrover_adapters.cli.standing import Standing, Unplaced, degraded
 from dlrover_adapters.http import client
 from dlrover_core import GroupSpec, JobSpec
 from dlrover_core.errors import ConnectionLost, SpecError, TokenRefused
@@ -52,6 +52,25 @@ def test_a_degraded_control_plane_is_said_twice(news: Callable[..., list[str]]) 
     assert news(NEW, 6 * SECOND_US) == []
     assert news(LEADS, 68 * SECOND_US) == ["control plane is back, after 1 min 03 s"]
     assert news(LEADS, 69 * SECOND_US) == []
+
+
+def test_nodes_without_a_place_are_said_after_a_while() -> None:
+    """Once for each time that a job waits for a place; what has a world, or merely starts, says nothing."""
+    unplaced = Unplaced(30.0)
+    words = "0 of 1 nodes; missed: worker-0-0 (waits: Unschedulable: no host has CPU=64; the largest has CPU=2)"
+    waits = {"waits": ({"group": "worker", "why": "nodes", "words": words},)}
+    assert list(unplaced.news(waits, 100.0)) == []
+    assert list(unplaced.news(waits, 129.0)) == []
+    [said] = unplaced.news(waits, 130.0)
+    assert said == f"worker has no place for its nodes since 30 s, and waits on; Ctrl-C ends the job: {words}"
+    assert list(unplaced.news(waits, 200.0)) == []
+    for other in (
+        {"waits": ()},
+        {"waits": ({**waits["waits"][0], "words": "0 of 1 nodes; missed: worker-0-0 (starting)"},)},
+    ):
+        assert list(unplaced.news(other, 300.0)) == []
+        assert list(unplaced.news(waits, 301.0)) == []
+        assert len(list(unplaced.news(waits, 331.0))) == 1
 
 
 def test_since_when_and_why() -> None:

@@ -20,7 +20,7 @@ from dlrover_adapters.cli.line import Line
 from dlrover_adapters.cli.places import said_when_slow, shown
 from dlrover_adapters.cli.settings import EX_AGAIN, EX_FATAL, Settings
 from dlrover_adapters.cli.settle import LOOK_AGAIN_S
-from dlrover_adapters.cli.standing import Standing
+from dlrover_adapters.cli.standing import Standing, Unplaced
 from dlrover_adapters.cli.supervisor import MastersFailed, Nodes, Supervisor, watch
 from dlrover_adapters.http.token import kept
 from dlrover_core.diagnosis.ladder import NO_PROGRESS
@@ -41,7 +41,8 @@ class How(NamedTuple):
     """How a job is led: whether its progress is shown, the options that lead `dlrover` to its log, the command's name.
 
     One that ``leaves`` hands the job over at SIGTERM, and where its log is shared at any signal: its nodes are all elsewhere.
-    ``pod``: whoever keeps us is told by our status that a log cannot be led.
+    ``pod``: whoever keeps us is told by our status that a log cannot be led. ``apart``: where another scheduler has no
+    place for nodes, people are told.
     """
 
     progress: bool = False
@@ -49,6 +50,7 @@ class How(NamedTuple):
     command: str = "dlrover-run"
     leaves: bool = False
     pod: bool = False
+    apart: bool = False
 
 
 async def supervise(settings: Settings, token: str, port: socket.socket, nodes: Nodes, how: How) -> int:
@@ -97,18 +99,20 @@ def _leaves(settings: Settings, how: How) -> Collection[signal.Signals]:
 @contextlib.asynccontextmanager
 async def _shown(settings: Settings, token: str, port: socket.socket, how: How) -> AsyncIterator[None]:
     """Meanwhile tell people what our master says: as a live line, and, with masters on other hosts, whatever changes."""
-    if not (how.progress or settings.shared):
+    if not (how.progress or settings.shared or how.apart):
         yield
         return
     from dlrover_adapters.http.tls import pinned
 
     line, standing = Line(settings.job.job), Standing(settings.job.job, settings.masters[0])
+    unplaced = Unplaced(settings.job.last_call_s)
 
     def show(status: Mapping[str, Any], now: float) -> None:
-        if settings.shared:
-            for words in standing.news(status, time.time_ns() // 1000):
-                line.end()
-                print(f"{how.command}: {words}", file=sys.stderr)
+        news = [*standing.news(status, time.time_ns() // 1000)] if settings.shared else []
+        news += unplaced.news(status, now) if how.apart else ()
+        for words in news:
+            line.end()
+            print(f"{how.command}: {words}", file=sys.stderr)
         if how.progress:
             line.show(status, now)
 

@@ -12,6 +12,10 @@ from dlrover_core.errors import SpecError
 RAY = "ray"
 FLAGS = ("ray_address", "resources", "label", "runtime_env")
 _REMOTE = "://"
+_NO_FILES = frozenset({"env_vars", "config"})
+"""Parts of a runtime environment by which no script and no module comes to a host."""
+_FOLDERS = frozenset({"working_dir", "py_modules", "image_uri", "container"})
+"""Parts by which a script may come."""
 
 
 def arguments(group: argparse._ArgumentGroup) -> None:
@@ -78,19 +82,30 @@ def named(options: Options) -> str | None:
 
 
 def check(options: Options) -> None:
-    """Refuse a script that is not in the folder which nodes get as their working directory. Raises `SpecError`."""
-    if not is_ray(options) or not options.runtime_env:
+    """Refuse a script that no node will have: that is not in its working directory, or not here. Raises `SpecError`."""
+    file = _runtime_env(options)
+    if not file:
         return
     from dlrover_backends.ray import settings
 
-    folder = settings.runtime_env(options.runtime_env, os.getcwd()).get("working_dir")
-    script = options.script
-    if not isinstance(folder, str) or _REMOTE in folder or script is None or options.module or options.no_python:
+    env, script = (
+        settings.joined(settings.submitted(os.environ), settings.runtime_env(file, os.getcwd())),
+        options.script,
+    )
+    folder = env.get("working_dir")
+    if script is None or options.module or options.no_python:
+        return
+    if not env.keys() & _FOLDERS and not Path(script).exists():
+        raise SpecError(
+            "training_script",
+            f"{script!r} is not here, and {file} brings no files: correct the name, or say working_dir in it",
+        )
+    if not isinstance(folder, str) or _REMOTE in folder or Path(folder).is_file():  # an archive
         return
     if not Path(script).is_absolute() and not Path(folder, script).is_file():
         raise SpecError(
             "training_script",
-            f"{script!r} is not in {folder}, the working_dir of {options.runtime_env}: name it as it is called in there",
+            f"{script!r} is not in {folder}, the working_dir of {file}: name it as it is called in there",
         )
 
 
@@ -98,13 +113,23 @@ def has_files(options: argparse.Namespace) -> bool:
     """Do nodes get files of their own, so that a program which is not here may be there?"""
     if not is_ray(options):
         return False
-    return bool(getattr(options, "runtime_env", None)) or "runtime_env=" in str(options.backend) or _submitted()
-
-
-def _submitted() -> bool:
     from dlrover_backends.ray import settings
 
-    return bool(settings.submitted(os.environ).get("working_dir"))
+    if settings.submitted(os.environ).get("working_dir"):
+        return True
+    file = _runtime_env(options)
+    return bool(file) and not settings.runtime_env(file, os.getcwd()).keys() <= _NO_FILES
+
+
+def _runtime_env(options: argparse.Namespace) -> str:
+    """The runtime environment that the options name, or the backend's arguments; empty: none. Raises `SpecError`."""
+    if not is_ray(options):
+        return ""
+    from urllib.parse import unquote
+
+    parts = str(options.backend).partition(":")[2].split(",")
+    named = [one.partition("=")[2] for one in parts if one.startswith("runtime_env=")]
+    return str(getattr(options, "runtime_env", None) or unquote("".join(named)).strip())
 
 
 def is_ray(options: argparse.Namespace) -> bool:

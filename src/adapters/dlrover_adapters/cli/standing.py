@@ -1,4 +1,4 @@
-"""What a launcher's masters say of themselves, told to people in a line whenever it changes: who leads, can it decide?"""
+"""What a launcher's masters say, told to people in a line whenever it changes: who leads, can it decide, is there no room?"""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
+from dlrover_core.job import waiting as reasons
+
 REASON_CHARS_MAX = 300
+PLACELESS = "(waits: "
+"""So a node that its scheduler cannot place is told among those that a world lacks."""
 
 
 class Standing:
@@ -42,6 +46,29 @@ class Standing:
         if status.get("role") != "standby" or not leader:
             return ""
         return f"stands by for job {self._job}; {leader} leads"
+
+
+class Unplaced:
+    """Tells people why their job has no world: its nodes' scheduler has no place for them, and has had none for ``after_s``."""
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s
+        self._since: dict[str, float] = {}
+        self._said: set[str] = set()
+
+    def news(self, status: Mapping[str, Any], at: float) -> Iterator[str]:
+        """The lines to say now, mostly none: one for each time that a group waits. ``at``: seconds of the monotonic clock."""
+        waits = {
+            str(one["group"]): str(one["words"])
+            for one in status.get("waits", ())
+            if one["why"] in {reasons.NODES, reasons.ROOM} and PLACELESS in one["words"]
+        }
+        self._since = {group: self._since.get(group, at) for group in waits}
+        self._said &= waits.keys()
+        for group, words in waits.items():
+            if group not in self._said and at - self._since[group] >= self._after_s:
+                self._said.add(group)
+                yield f"{group} has no place for its nodes since {self._after_s:g} s, and waits on; Ctrl-C ends the job: {words}"
 
 
 def in_memory(status: Mapping[str, Any]) -> Iterator[str]:
