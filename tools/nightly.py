@@ -4,6 +4,7 @@ The tests that are marked `nightly`, of all three suites; then unit tests and st
 interpreter is looked for on the PATH and among pyenv's. It gets an environment of its own under `.venv-pythons`, from the
 group `elsewhere`, without torch: tests that need a library which is not there are skipped, and the last table says how many.
 What each Python ran last is written to `tests/pythons.json`, which is committed: the classifiers may name no other Python.
+Then the tests of the Ray backend run with older releases of Ray, each in an environment that has all else from this one.
 Campaigns and benchmarks are not part of it: `make campaign`, `make bench`.
 """
 
@@ -14,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import xml.etree.ElementTree as ET
@@ -25,6 +27,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.10", "3.12", "3.13", "3.14")
 """Those that the classifiers name, but for the one that `make test` runs, and the next one."""
+RAYS = ("2.58", "2.59")
+"""Those that the extra `ray` allows, but for the newest, which `make test` runs."""
+RAY_TESTS = ("backend", "job", "detached")
 EXTRAS = "http,etcd,archive,diagnosis"
 SIDE_BY_SIDE = ("-n", "3", "--dist", "loadgroup")
 NO_TESTS = 5
@@ -131,6 +136,37 @@ def elsewhere(version: str, words: Sequence[str]) -> Told:
     return told
 
 
+def below(version: str) -> str:
+    """The interpreter of an environment with that Ray, and all else from this one, made if need be.
+
+    Raises `CalledProcessError`.
+    """
+    folder = ROOT / ".venv-pythons" / f"ray-{version}"
+    inside = str(folder / "bin" / "python")
+    if not (folder / ".installed").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        paths = {"base": str(folder), "platbase": str(folder)}
+        here, there = sysconfig.get_path("purelib"), sysconfig.get_path("purelib", "venv", paths)
+        Path(there, "below.pth").write_text(f"import site; site.addsitedir({here!r})\n", encoding="utf-8")
+        pip = [inside, "-m", "pip", "install", "--quiet", "--no-compile"]
+        subprocess.run([*pip, f"ray=={version}.*"], check=True)
+        # For the programs beside the interpreter.
+        subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)], check=True)
+        (folder / ".installed").touch()
+    return inside
+
+
+def with_ray(version: str, words: Sequence[str]) -> Told:
+    """The tests of the Ray backend with another Ray; those of the night, too."""
+    name = f"Ray {version}: its backend"
+    try:
+        inside = below(version)
+    except subprocess.CalledProcessError as error:
+        return Told(name, absent=f"its environment could not be made ({error})")
+    suites = [f"tests/integration/test_ray_{one}.py" for one in RAY_TESTS]
+    return part(name, [*suites, "-p", "no:cacheprovider", *words], inside)
+
+
 def record(version: str, told: Told, path: Path = RECORD) -> None:
     """Write down what a Python ran: when, on which commit, how many tests. A part that was not run leaves the record as it is."""
     if told.absent:
@@ -153,7 +189,8 @@ def parts(words: Sequence[str]) -> list[Callable[[], Told]]:
         "integration, alone": ("tests/integration", "-m", "nightly and alone"),
     }
     here = [lambda name=name, line=line: part(name, [*line, *words]) for name, line in suites.items()]
-    return [*here, *(lambda version=version: elsewhere(version, words) for version in PYTHONS)]
+    pythons = [lambda version=version: elsewhere(version, words) for version in PYTHONS]
+    return [*here, *pythons, *(lambda version=version: with_ray(version, words) for version in RAYS)]
 
 
 def summary(found: Sequence[Told]) -> str:

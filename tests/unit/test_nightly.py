@@ -87,10 +87,12 @@ def test_everything_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nightly, "record", lambda version, told: None)
     monkeypatch.setattr(nightly, "interpreter", lambda version: "" if version == "3.14" else "python")
     monkeypatch.setattr(nightly, "environment", lambda version, python: python)
+    monkeypatch.setattr(nightly, "below", lambda version: "python")
     assert nightly.main([]) == 1
     assert ran == [
         *("unit", "stories", "integration, side by side", "integration, alone"),
         *(f"Python {one}: unit, stories" for one in ("3.10", "3.12", "3.13")),
+        *(f"Ray {one}: its backend" for one in nightly.RAYS),
     ]
 
 
@@ -102,6 +104,15 @@ def test_nothing_is_left_out() -> None:
             rf'tests/{suite}( tests/\w+)? -m "not nightly"|tests/{suite} -m "not alone and not nightly"', rules
         )
     assert '-m "alone and not nightly"' in rules
+
+
+def test_every_ray_is_run() -> None:
+    """The releases of Ray that the extra allows are the one of `make test`, and those of `make nightly`."""
+    [least, beyond] = re.findall(r'"ray>=2\.(\d+),<2\.(\d+)', (ROOT / "pyproject.toml").read_text())[0]
+    [ours] = re.findall(r"(?m)^ray==2\.(\d+)", (ROOT / "constraints.txt").read_text())
+    assert [*nightly.RAYS, f"2.{ours}"] == [f"2.{one}" for one in range(int(least), int(beyond))]
+    for one in nightly.RAY_TESTS:
+        assert (ROOT / "tests" / "integration" / f"test_ray_{one}.py").exists()
 
 
 def test_classifiers_name_what_ran() -> None:
