@@ -8,56 +8,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from tests.chaos.planned_changes import Told, happened, knobs, recorded, step, tell
 
 from dlrover_core.errors import CoreError
 from dlrover_core.history import report_of
-from dlrover_core.job import checkpoints, incidents, job, nodes, plans, progress, world
-from dlrover_core.kernel.events import Record
+from dlrover_core.job import checkpoints, incidents, nodes, plans, progress, world
 from dlrover_core.runtime.agent import LAST_WORD_S
-from dlrover_core.spec import GroupSpec, JobSpec
-from dlrover_core.testing import virtual_loop
-from dlrover_core.testing.checkpointing import check_saved
 from dlrover_core.testing.cluster import Cluster
-from dlrover_core.testing.invariants import check
-from dlrover_core.testing.saving import Knobs, Saving
-from dlrover_core.testing.training import Training
-
-Story = Callable[[Cluster], Awaitable[None]]
-
-
-def knobs(**other: Any) -> Knobs:
-    """Every tenth step is saved: whoever is stopped anywhere else loses some."""
-    return Knobs(**{"every": 10, "store_every": 0, "planned": True, "replicas": True, **other})
-
-
-class Told:
-    """What came of a story: the log, and the steps that were made."""
-
-    def __init__(self, records: list[Record], cluster: Cluster) -> None:
-        self.records, self.log = records, list(cluster.training.log)
-
-    def facts(self, *kinds: type) -> list[Any]:
-        """The events of these kinds, in order."""
-        return [record.event for record in self.records if isinstance(record.event, kinds)]
-
-    @property
-    def lost(self) -> int:
-        """Steps that were made more than once."""
-        return len(self.log) - len({step for _, step in self.log})
-
-    @property
-    def sizes(self) -> list[int]:
-        """How many nodes each world had."""
-        return [sum(count for _, _, count, _, _ in one.members) for one in self.facts(world.WorldFormed)]
-
-    @property
-    def dropped(self) -> list[str]:
-        """Why plans were dropped."""
-        return [one.reason for one in self.facts(plans.WorldPlanDropped)]
 
 
 def first(told: Told, kind: type) -> int:
@@ -69,62 +29,6 @@ def trained(told: Told, generation: int = 2) -> int:
     """Where in the log a generation made its first step."""
     steps = (one for one in told.records if isinstance(one.event, progress.FirstStep))
     return next(one.seq for one in steps if one.event.generation == generation)
-
-
-def tell(
-    story: Story,
-    kept: Knobs | None = None,
-    *,
-    fewest: int = 2,
-    most: int = 2,
-    nproc: int = 1,
-    steps: int = 400,
-    hosts: tuple[str, ...] = (),
-    **settings: Any,
-) -> Told:
-    """Let a job that saves suffer ``story``; it succeeds, and every promise is kept."""
-    saving = Saving(kept if kept is not None else knobs())
-    spec = JobSpec(
-        "j", (GroupSpec(nodes_min=fewest, nodes_max=most, nproc=nproc),), **{"stop_grace_s": 5.0, **settings}
-    )
-
-    async def told() -> Told:
-        training = Training(steps, saving=saving)
-        async with Cluster(spec, training=training, answers=True, hosts=hosts) as cluster:
-            await story(cluster)
-            outcome = await cluster.outcome()
-            assert outcome.state == "succeeded", outcome
-            await check(cluster)
-            records = await cluster.records()
-            check_saved(records, saving)
-            return Told(records, cluster)
-
-    return virtual_loop.run(told())
-
-
-async def step(cluster: Cluster, number: int) -> None:
-    """Until this step is made, and more than one has been kept in memory."""
-    await cluster.until(lambda: cluster.training.done >= number)
-
-
-async def happened(cluster: Cluster, kind: type) -> None:
-    """Until there is an event of this kind."""
-    await recorded(cluster, lambda records: any(isinstance(record.event, kind) for record in records))
-
-
-async def recorded(cluster: Cluster, true: Callable[[list[Record]], bool]) -> None:
-    """Until this holds of the log."""
-
-    async def look() -> None:
-        records: list[Record] = []
-        while True:
-            more = [record async for record in cluster.log.read(cluster.spec.job, len(records))]
-            records += more
-            if more and true(records):
-                return
-            await asyncio.sleep(0.0005)  # anybody may write; time is virtual
-
-    await asyncio.wait_for(look(), 600.0)
 
 
 async def drains(cluster: Cluster, node: str = "worker-1", after: int = 15) -> None:
@@ -426,105 +330,6 @@ def test_two_drains_at_once() -> None:
 
     told = tell(story, fewest=3, most=3)
     assert (told.lost, told.sizes) == (0, [3, 3])
-
-
-# ---- a pause without nodes
-
-
-async def pauses(cluster: Cluster) -> None:
-    """After some steps somebody suspends the job and frees its nodes."""
-    await step(cluster, 15)
-    await cluster.leader.obey({"command": "suspend", "keep_nodes": False, "reason": "the night"})
-
-
-async def comes_back(cluster: Cluster) -> None:
-    """All nodes go; a long time later the job goes on."""
-    await cluster.until(lambda: not cluster.backend.living)
-    await asyncio.sleep(5_000)
-    assert cluster.leader.state.job.state == "suspended"
-    assert not cluster.backend.living
-    await cluster.leader.obey({"command": "resume"})
-
-
-@pytest.mark.parametrize("spread", [0, 1])
-def test_suspending_frees_the_nodes_and_loses_no_step(spread: int) -> None:
-    """Ranks save at a boundary, that is written, all nodes go; later the job goes on with the next step, on new nodes."""
-
-    async def story(cluster: Cluster) -> None:
-        await pauses(cluster)
-        await comes_back(cluster)
-
-    told = tell(story, knobs(spread=spread))
-    assert (told.lost, told.sizes, told.dropped) == (0, [2, 2], [])
-    formed = told.facts(world.WorldFormed)[-1]
-    assert (formed.resume_tier, formed.resume_step > 15) == (checkpoints.STORAGE, True)
-    assert {one.reason for one in told.facts(nodes.NodeReleased)} == {nodes.SUSPENDED}
-    assert all(one.expected for one in told.facts(nodes.NodeGone))
-    assert told.facts(incidents.IncidentOpened) == []
-    stored = next(r.seq for r in told.records if isinstance(r.event, checkpoints.CheckpointCommitted))
-    assert all(r.seq > stored for r in told.records if isinstance(r.event, nodes.NodeReleased))
-    assert report_of(told.records).goodput is not None
-
-
-@pytest.mark.parametrize(
-    "moment",
-    [job.SuspensionPlanned, checkpoints.RanksArmed, job.JobSuspended, checkpoints.SaveOrdered, nodes.NodeReleased],
-)
-def test_the_master_dies_while_the_nodes_are_freed(moment: type) -> None:
-    """Whoever leads next goes on with it: the job is suspended, its nodes go once all is written, and no step is lost."""
-
-    async def story(cluster: Cluster) -> None:
-        await pauses(cluster)
-        await happened(cluster, moment)
-        cluster.kill_master()
-        cluster.start_master()
-        await comes_back(cluster)
-
-    told = tell(story)
-    assert told.lost == 0
-    assert told.facts(incidents.IncidentOpened) == []
-
-
-@pytest.mark.parametrize(
-    ("who", "moment"),
-    [
-        ("worker", checkpoints.RanksArmed),
-        ("node", checkpoints.RanksArmed),
-        ("node", job.JobSuspended),
-        ("node", checkpoints.SaveOrdered),
-    ],
-)
-def test_somebody_dies_while_the_nodes_are_freed(moment: type, who: str) -> None:
-    """The others go all the same, nobody is started for a job that pauses, and it goes on from what is on storage."""
-
-    async def story(cluster: Cluster) -> None:
-        await pauses(cluster)
-        await happened(cluster, moment)
-        if who == "worker":
-            cluster.kill_worker(0)
-        else:
-            cluster.kill_node("worker-1-0")
-        await comes_back(cluster)
-
-    told = tell(story)
-    assert told.lost <= 10
-    suspended = next(r.seq for r in told.records if isinstance(r.event, job.JobSuspended))
-    resumed = next(r.seq for r in told.records if isinstance(r.event, job.JobResumed))
-    assert not [r for r in told.records if suspended < r.seq < resumed and isinstance(r.event, nodes.NodePlanned)]
-
-
-def test_suspended_without_nodes_and_taken_back() -> None:
-    """A resumption at each moment before the nodes go costs no step; the nodes that are there are used."""
-    for moment in (checkpoints.RanksArmed, job.JobSuspended, checkpoints.SaveOrdered):
-
-        async def story(cluster: Cluster, moment: type = moment) -> None:
-            await pauses(cluster)
-            await happened(cluster, moment)
-            await cluster.leader.obey({"command": "resume"})
-
-        told = tell(story)
-        assert told.lost == 0
-        assert told.facts(nodes.NodeReleased) == []
 
 
 # ---- the master dies

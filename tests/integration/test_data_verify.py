@@ -8,8 +8,8 @@ import json
 from contextlib import redirect_stdout
 
 import pytest
-from tests.integration.test_http_records import Leading
-from tests.integration.test_http_records import token as token  # noqa: PLC0414 - the fixture is taken over
+from leading_records import Leading
+from leading_records import token as token  # noqa: PLC0414 - the fixture is taken over
 from tests.unit.drive import Drive
 from tools.etcd_cluster import Cluster
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
+import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
@@ -449,3 +450,15 @@ def store(place: str, arenas: list[Arena], slot: int = 0) -> None:
         step = view.stamp.step
         view.release()
     seal(Place(place), step, [arena.rank for arena in arenas])
+
+
+@pytest.fixture
+def cluster() -> dict[str, FakeNode]:
+    """Nodes by address."""
+    return {}
+
+
+def newcomers(cluster: dict[str, FakeNode]) -> tuple[list[FakeNode], World]:
+    """Two nodes of two replicas; all ranks run again."""
+    nodes = [FakeNode(cluster), FakeNode(cluster)]
+    return nodes, World(nodes, [Live(rank, everything()) for rank in range(4)])
