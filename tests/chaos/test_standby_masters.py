@@ -1,4 +1,4 @@
-"""Masters on several hosts, in virtual time: one leads, the others follow warm and send agents on; logs that fail them all."""
+"""Masters on several hosts, in virtual time: one leads, the others follow warm and send agents on; hand-overs."""
 
 from __future__ import annotations
 

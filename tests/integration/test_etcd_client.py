@@ -1,7 +1,4 @@
-"""Calls to etcd: members that stop, lie or are none; certificates, users and passwords; closing. Real ones where they exist.
-
-What no etcd here can be, an old version, an imitation, a proxy, a member that lives in the past, is a small server of our own.
-"""
+"""Calls to etcd: members that stop; closing; users and passwords; certificates; addresses where no etcd is."""
 
 from __future__ import annotations
 

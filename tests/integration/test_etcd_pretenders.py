@@ -1,4 +1,7 @@
-"""What only looks like an etcd is refused, by name: old ones, proxies, stores without transactions, members in the past."""
+"""What only looks like an etcd is refused, by name: old ones, proxies, stores without transactions, members in the past.
+
+What no etcd here can be is a small server of our own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading and following on a real etcd: pages, gaps, the archive, and followers through all that etcd is known to do."""
+"""Reading on a real etcd: pages, gaps, what does not decode, and the archive."""
 
 from __future__ import annotations
 

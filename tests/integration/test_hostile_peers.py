@@ -1,9 +1,4 @@
-"""A real master with hostile peers at its door and inside: others are served, the log stays short, memory stays flat.
-
-Every story runs a master in a process of its own, over real sockets, with two well-behaved agents that train in one world. The
-stranger does its worst; then the agents' beats must have been answered in time all along, their world must be the same one,
-the master must not have grown, and what it logged must be few and clear lines.
-"""
+"""A real master with hostile peers inside, which know the token: others are served, the log stays short, memory stays flat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real master with hostile peers at its door: others are served, the log stays as it is, and memory does not grow."""
+"""A real master with hostile peers at its door: others are served, the log stays short, memory stays flat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`GET /v1/records` and the log that is read over it: real sockets, real masters, and peers that are none."""
+"""`GET /v1/records` and the log that is read over it: real sockets, and real masters."""
 
 from __future__ import annotations
 

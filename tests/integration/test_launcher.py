@@ -1,4 +1,4 @@
-"""The Linux launcher with real processes: the tree, the deaths, the streams. No torch is needed for any of it."""
+"""The Linux launcher with real processes: the tree, the deaths, failures to start. No torch is needed for any of it."""
 
 from __future__ import annotations
 

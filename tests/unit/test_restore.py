@@ -1,4 +1,4 @@
-"""The ladder of a restore: memory, a peer's, disk, storage; every byte verified, every rank the same state, any world's size."""
+"""The ladder of a restore: memory, a peer's, disk, storage; every byte verified, and every rank gets the same state."""
 
 from __future__ import annotations
 

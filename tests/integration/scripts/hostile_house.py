@@ -1,4 +1,9 @@
-"""A real master with a witness inside, and strangers at its door."""
+"""A house for tests of hostile peers: a real master, two witnesses inside, and strangers.
+
+Every story runs a master in a process of its own, over real sockets, with two well-behaved agents that train in one world. The
+stranger does its worst; then the agents' beats must have been answered in time all along, their world must be the same one,
+the master must not have grown, and what it logged must be few and clear lines.
+"""
 
 from __future__ import annotations
 
