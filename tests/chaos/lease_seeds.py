@@ -14,7 +14,7 @@ import hashlib
 import sys
 from collections import Counter
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.unit.drive import Drive
 
@@ -37,6 +37,9 @@ from dlrover_core.testing.leasing import Node as ServerNode
 from dlrover_core.testing.leasing import Uses
 from dlrover_core.testing.restored_leases import NAME, SOURCE, Node, States
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 TICK_S, MOST_TICKS, SERVER_TICKS = 0.1, 4_000, 6_000
 SIZE, SERVER_SIZE, EPOCHS, SHARD = 300, 700, 2, 4
 NODES_MAX = 4
@@ -51,36 +54,29 @@ def audited(records: Any) -> Any:
     return audit.proofs()
 
 
-class ModelPlay:
-    """Three nodes, two ranks each, at paces of their own; a seed says who dies when, and which states are there to restore."""
+class Play:
+    """Nodes that lease samples, and a seed that says who dies when, and which words are lost or late."""
 
-    def __init__(self, seed: int, *, strikes: int = 6) -> None:
-        self.random, self.states = Random(seed), States()
-        self.drive = Drive(nodes_min=2, nodes_max=3, nproc=2, relaunch_max=50, max_restarts=100).up()
-        self.leasing = Leasing()
-        self.nodes = {name: Node(name, self.states, shard=SHARD) for name in self.drive.state.nodes.nodes}
-        self.drive.do(RegisterDataset("worker-0-0", 1, NAME, SIZE, 7, "shuffled", SOURCE, EPOCHS, 0, MODEL_LEASE))
-        self.strikes = sorted(self.random.uniform(0, SIZE * EPOCHS / 60) for _ in range(strikes))
+    dataset: str
+    ticks_max: int
+    late_share: float
+
+    def __init__(self, seed: int, drive: Drive) -> None:
+        self.random, self.drive, self.leasing = Random(seed), drive.up(), Leasing()
+        self.strikes: list[float] = []
         self.late: list[tuple[str, LeaseBeat]] = []
-        self.said: list[RestoreLeases] = []
-        self.ticks = self.started = 0
-        self.struck: Counter[str] = Counter()
+        self.ticks = 0
 
     @property
     def leased(self) -> Leased:
         """The dataset, as the log has it."""
-        return self.drive.state.leases.of("worker")[NAME]
+        return self.drive.state.leases.of("worker")[self.dataset]
 
-    @property
-    def running(self) -> list[Node]:
-        """The nodes of the newest world."""
-        return [self.nodes[name] for name in self.drive.members]
-
-    def play(self) -> ModelPlay:
-        """Until all ranks of the newest generation have heard the end."""
+    def play(self) -> Self:
+        """Until all workers have heard the end."""
         while not self._over():
             self.ticks += 1
-            assert self.ticks < MOST_TICKS, f"it does not end: {self.leased}"
+            assert self.ticks < self.ticks_max, f"it does not end: {self.leased}"
             self.drive.now += round(TICK_S * 1e6)
             while self.strikes and self.strikes[0] <= self.ticks * TICK_S:
                 self.strikes.pop(0)
@@ -89,6 +85,48 @@ class ModelPlay:
             assert not list(self.drive.state.leases.check())
         assert "CommandFailed" not in self.drive.names(self.drive.records)
         return self
+
+    def _over(self) -> bool:
+        raise NotImplementedError
+
+    def _strike(self) -> None:
+        raise NotImplementedError
+
+    def _tick(self) -> None:
+        raise NotImplementedError
+
+    def _say(self, node: str, said: LeaseBeat) -> None:
+        if self.random.random() < self.late_share:
+            self.late.append((node, said))  # it comes again later, when it is not true any more
+        if self.random.random() < 0.8:
+            self._hear(node, said)
+        if self.late and self.random.random() < 0.2:
+            self._hear(*self.late.pop(self.random.randrange(len(self.late))))
+
+    def _hear(self, node: str, said: LeaseBeat) -> None:
+        if node in self.drive.state.nodes.nodes:
+            self.leasing.heard(self.drive.state, node, Beat(1, 1, 0, (said,)))
+
+
+class ModelPlay(Play):
+    """Three nodes, two ranks each, at paces of their own; a seed says who dies when, and which states are there to restore."""
+
+    dataset, ticks_max, late_share = NAME, MOST_TICKS, 0.3
+
+    def __init__(self, seed: int, *, strikes: int = 6) -> None:
+        super().__init__(seed, Drive(nodes_min=2, nodes_max=3, nproc=2, relaunch_max=50, max_restarts=100))
+        self.states = States()
+        self.nodes = {name: Node(name, self.states, shard=SHARD) for name in self.drive.state.nodes.nodes}
+        self.drive.do(RegisterDataset("worker-0-0", 1, NAME, SIZE, 7, "shuffled", SOURCE, EPOCHS, 0, MODEL_LEASE))
+        self.strikes = sorted(self.random.uniform(0, SIZE * EPOCHS / 60) for _ in range(strikes))
+        self.said: list[RestoreLeases] = []
+        self.started = 0
+        self.struck: Counter[str] = Counter()
+
+    @property
+    def running(self) -> list[Node]:
+        """The nodes of the newest world."""
+        return [self.nodes[name] for name in self.drive.members]
 
     def _over(self) -> bool:
         world = self.drive.world
@@ -143,18 +181,6 @@ class ModelPlay:
         whole = [(0, 0), *self.states.whole()]
         back = self.random.randrange(3) if self.random.random() < 0.3 else 0
         self.states.resume(generation, world, whole[max(0, len(whole) - 1 - back)])
-
-    def _say(self, node: str, said: LeaseBeat) -> None:
-        if self.random.random() < 0.3:
-            self.late.append((node, said))  # it comes again later, perhaps of a generation before
-        if self.random.random() < 0.8:
-            self._hear(node, said)
-        if self.late and self.random.random() < 0.2:
-            self._hear(*self.late.pop(self.random.randrange(len(self.late))))
-
-    def _hear(self, node: str, said: LeaseBeat) -> None:
-        if node in self.drive.state.nodes.nodes:
-            self.leasing.heard(self.drive.state, node, Beat(1, 1, 0, (said,)))
 
     def _strike(self) -> None:
         kind = self.random.choice(STRIKES)
@@ -242,42 +268,24 @@ class ModelPlay:
         return self
 
 
-class ServerPlay:
+class ServerPlay(Play):
     """Three nodes, two workers each, one node slower than the others, and a seed that says who dies when."""
 
+    dataset, ticks_max, late_share = "train", SERVER_TICKS, 0.2
+
     def __init__(self, seed: int, *, deaths: int = 6, size: int = SERVER_SIZE, recalls: float = 0.3) -> None:
-        self.random, self.uses, self.size = Random(seed), Uses(), size
-        self.drive = Drive(nodes_max=3, nproc=1, relaunch_max=50, max_restarts=100).up()
-        self.leasing = Leasing()
-        self.recalls = recalls
+        super().__init__(seed, Drive(nodes_max=3, nproc=1, relaunch_max=50, max_restarts=100))
+        self.uses, self.size, self.recalls = Uses(), size, recalls
         self.nodes = {name: self._node(name) for name in self.drive.state.nodes.nodes}
         self.drive.do(RegisterDataset("worker-0-0", 1, "train", size, 7, "shuffled", "", EPOCHS, 0, LEASE))
-        self.deaths = sorted(self.random.uniform(0, size * EPOCHS / 70) for _ in range(deaths))
-        self.late: list[tuple[str, LeaseBeat]] = []
-        self.ticks = 0
+        self.strikes = sorted(self.random.uniform(0, size * EPOCHS / 70) for _ in range(deaths))
 
     def _node(self, name: str) -> ServerNode:
         pace = 15.0 * (1 / 3 if name.startswith("worker-2") else 1)
         return ServerNode(name, self.uses, self.random, shard=SHARD, rates=(pace, pace))
 
-    @property
-    def leased(self) -> Leased:
-        """The dataset, as the log has it."""
-        return self.drive.state.leases.of("worker")["train"]
-
-    def play(self) -> ServerPlay:
-        """Until all workers have heard the end."""
-        while not all(worker.heard_end for node in self.nodes.values() for worker in node.workers):
-            self.ticks += 1
-            assert self.ticks < SERVER_TICKS, f"it does not end: {self.leased}"
-            self.drive.now += round(TICK_S * 1e6)
-            while self.deaths and self.deaths[0] <= self.ticks * TICK_S:
-                self.deaths.pop(0)
-                self._strike()
-            self._tick()
-            assert not list(self.drive.state.leases.check())
-        assert "CommandFailed" not in self.drive.names(self.drive.records)
-        return self
+    def _over(self) -> bool:
+        return all(worker.heard_end for node in self.nodes.values() for worker in node.workers)
 
     def _tick(self) -> None:
         now_s = self.ticks * TICK_S
@@ -292,18 +300,6 @@ class ServerPlay:
         for name, node in self.nodes.items():
             if self.random.random() < 0.5:  # an order is a level: one that is lost comes again
                 node.ordered(orders[name].part(Leases))
-
-    def _say(self, node: str, said: LeaseBeat) -> None:
-        if self.random.random() < 0.2:
-            self.late.append((node, said))  # it comes again later, when it is not true any more
-        if self.random.random() < 0.8:
-            self._hear(node, said)
-        if self.late and self.random.random() < 0.2:
-            self._hear(*self.late.pop(self.random.randrange(len(self.late))))
-
-    def _hear(self, node: str, said: LeaseBeat) -> None:
-        if node in self.drive.state.nodes.nodes:
-            self.leasing.heard(self.drive.state, node, Beat(1, 1, 0, (said,)))
 
     def _decide(self) -> None:
         for command in list(self.leasing.findings(self.drive.state, self.drive.now)):

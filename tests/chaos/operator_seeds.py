@@ -52,7 +52,6 @@ RATES = {
     What.ENDED: 0.06,
 }
 JOBS = (translate.GROUP, translate.PLURAL)
-OUR_KINDS = ("pods", "secrets", "configmaps", "services", "serviceaccounts", "persistentvolumeclaims")
 PAUSE_MAX_S, LOOK_S, SETTLE_S, TRIAL_S = 0.02, 0.05, 15.0, 60.0
 NAME, OPERATOR = "mnist", "operator-0"
 SETTINGS = Settings("registry/dlrover-core:1")

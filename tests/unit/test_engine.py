@@ -81,7 +81,6 @@ class Counter:
     """How often each name was counted."""
 
     counts: dict[str, int] = field(default_factory=dict)
-    ticked_at: int = 0
 
 
 def _on_counted(slice_: Counter, fact: Counted, record: Record) -> None:

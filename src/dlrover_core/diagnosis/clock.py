@@ -25,8 +25,6 @@ QUARTER_S, SKEW_S = 900.0, 600.0
 ZONES_S = 15 * 3600.0
 # Times of one failure, of several files: within so much they need no other explanation than that they are so.
 NEAR_S = 1200.0
-# A step back of more than this within a file is another clock, or another run's output.
-BACK_S = 600.0
 
 _DATED = re.compile(
     r"(?:rank\d+\]?:? ?)?(?P<year>\d{4})[-/](?P<month>\d\d)[-/](?P<day>\d\d)[T _](?P<hour>\d\d):(?P<minute>\d\d):"

@@ -22,9 +22,6 @@ from dlrover_core.rules import membership, plans, slots
 from dlrover_core.spec import us
 from dlrover_core.words import plain
 
-STAYS = "its platform leaves it where it is"
-
-
 # ---- decide
 
 

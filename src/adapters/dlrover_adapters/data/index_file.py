@@ -35,7 +35,6 @@ PROGRESS_S = 2.0
 """Who makes an index says so on stderr, when it takes longer, and again after each such time."""
 READ = 1 << 20
 _HEADER = struct.Struct("<8sI12sQqQQ16s")
-_OFFSET = struct.Struct("<Q")
 _PAIR = struct.Struct("<QQ")
 _CRC = struct.Struct("<I")
 _COMPRESSED = {

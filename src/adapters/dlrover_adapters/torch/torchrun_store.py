@@ -26,7 +26,7 @@ CONNECT = timedelta(seconds=30)
 HERE, ALL, PASSED = "dlrover/here", "dlrover/all", "dlrover/passed"
 # Keys of torch 2.13's elastic agent.
 ROLES, RANKS, BARRIER = "torchelastic/role_info/", "torchelastic/assigned_ranks/", "torchelastic/agent/terminal_state"
-MEMBERS, LAST_MEMBER = f"{BARRIER}/num_members", f"{BARRIER}/last_member"
+MEMBERS = f"{BARRIER}/num_members"
 
 
 class Overtaken(Exception):

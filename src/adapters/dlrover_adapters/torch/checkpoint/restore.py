@@ -54,7 +54,6 @@ FULL, HEADER = "full", "header"
 FROM_NOTHING = "nothing"
 READ_S = 3600.0
 """How long the first rank that has read its part waits for the last: one reads from memory, another from slow storage."""
-_SLOWNESS = (MEMORY, PEER, DISK, STORAGE)
 _UNUSABLE = (ArenaBroken, VaultGone, CheckpointDamaged, CheckpointIncomplete, CheckpointTooNew, Uncovered, OSError)
 
 
