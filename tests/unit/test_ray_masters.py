@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from ray_store import Store as Keys
 
 from dlrover_backends.ray import fencing, masters, masters_keeper, mastery, private
 from dlrover_backends.ray.desk import Desk
@@ -28,24 +29,13 @@ from dlrover_backends.ray.records import Actor
 JOB = "digits"
 
 
-class Store(dict[str, bytes]):
-    """The cluster's key-value store and its table of actors. ``on_put`` is called once, before the next write."""
+class Store(Keys):
+    """The cluster's key-value store, and its table of actors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.actors: list[Actor] = []
-        self.on_put: Callable[[], None] | None = None
         self.driver, self.ended = "d1", set[str]()
-
-    def put(self, key: str, value: bytes, *, overwrite: bool = True) -> bool:
-        """As `private.put`: was there none before?"""
-        before, self.on_put = self.on_put, None
-        if before is not None:
-            before()
-        new = key not in self
-        if new or overwrite:
-            self[key] = value
-        return new
 
     def begin(self, prefix: str) -> list[str]:
         """As `private.keys`."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from ray_store import Store
 
 from dlrover_backends.ray import names, private
 from dlrover_backends.ray.client import RayBackend
@@ -36,22 +37,6 @@ from dlrover_core.testing.backend_stand import make_launch
 RUN = Run("j", "r")
 FIRST, SECOND = names.standby("j", "worker", 0), names.standby("j", "worker", 1)
 SHAPE = "a-shape"
-
-
-class Store(dict[str, bytes]):
-    """The cluster's key-value store. ``on_put`` is called once, before the next write."""
-
-    on_put: Callable[[], None] | None = None
-
-    def put(self, key: str, value: bytes, *, overwrite: bool = True) -> bool:
-        """As `private.put`."""
-        before, self.on_put = self.on_put, None
-        if before is not None:
-            before()
-        new = key not in self
-        if new or overwrite:
-            self[key] = value
-        return new
 
 
 @pytest.fixture(name="store")
