@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import shutil
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +18,6 @@ from dlrover_adapters.checkpoint.peers import (
     Copy,
     Credentials,
     Server,
-    Tls,
     Wanted,
     fetch,
 )
@@ -221,33 +217,3 @@ class Between:
         self.listener.shutdown(socket.SHUT_RDWR)  # wakes accept
         self.listener.close()
         self.threads[0].join(IDLE_S)
-
-
-def _certificates(folder: Path) -> dict[str, Tls]:
-    """Two CAs with a node's certificate each."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not here to make certificates")
-
-    def openssl(*line: str) -> None:
-        subprocess.run(["/usr/bin/env", "openssl", *line], check=True, capture_output=True, cwd=folder)
-
-    made = {}
-    for name in ("ours", "theirs"):
-        curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-        openssl(
-            "req", "-x509", *curve, "-subj", f"/CN={name}-ca", "-keyout", f"{name}-ca.key", "-out", f"{name}-ca.pem",
-            "-addext", "keyUsage=critical,keyCertSign",
-        )  # fmt: skip
-        openssl("req", *curve, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
-        openssl(
-            "x509", "-req", "-in", f"{name}.csr", "-CA", f"{name}-ca.pem", "-CAkey", f"{name}-ca.key",
-            "-CAcreateserial", "-days", "2", "-out", f"{name}.pem",
-        )  # fmt: skip
-        made[name] = Tls(*(str(folder / f"{name}{end}") for end in ("-ca.pem", ".pem", ".key")))
-    return made
-
-
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tls]:
-    """Certificates of this job's CA, and of another one."""
-    return _certificates(tmp_path_factory.mktemp("certificates"))

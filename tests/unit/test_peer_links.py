@@ -7,22 +7,18 @@ import mmap
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from saver_nodes import IDLE_S, OURS, Between, Home, Node, fetched, opened, same, until
 from saver_nodes import node as node  # noqa: PLC0414 - the fixture is taken over
-from saver_nodes import tls as tls  # noqa: PLC0414 - the fixture is taken over
 
 from dlrover_adapters.checkpoint import peer_door
-from dlrover_adapters.checkpoint.peer_door import STRANGERS_MAX
-from dlrover_adapters.checkpoint.peer_line import FRAME_BYTES_MAX, GREETING_S, Line, Pace, dial
+from dlrover_adapters.checkpoint.peer_line import FRAME_BYTES_MAX, Line, Pace, dial
 from dlrover_adapters.checkpoint.peers import (
     PeerFailed,
     PeerRefused,
-    Tls,
     fetch,
     send,
 )
@@ -247,43 +243,6 @@ def test_connections_are_bounded(node: Callable[..., Node], monkeypatch: pytest.
         line.close()
     until(lambda: not len(peer.server._door))
     assert fetched(peer, wanted)
-
-
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_strangers_keep_nobody_out(node: Callable[..., Node], tls: dict[str, Tls], encrypted: bool) -> None:
-    """1,000 connections that never greet, and more all the time: copies and fetches go through; the oldest strangers are left."""
-    credentials = OURS._replace(tls=tls["ours"]) if encrypted else OURS
-    peer, home = node(credentials), Home(1)
-    host, _, port = peer.address.rpartition(":")
-    wanted, stop = peer.has(Home().save(1)), threading.Event()
-
-    def stranger() -> socket.socket:
-        return socket.create_connection((host, int(port)), timeout=IDLE_S)
-
-    strangers = [stranger() for _ in range(1000)]
-
-    def more() -> None:
-        while not stop.wait(0.01):
-            strangers.append(stranger())
-
-    thread = threading.Thread(target=more)
-    thread.start()
-    try:
-        for step in range(1, 4):
-            began = time.monotonic()
-            assert send(peer.address, home.save(step), credentials, generation=1).size
-            assert fetched(peer, wanted, credentials)
-            assert time.monotonic() - began < GREETING_S  # no time-out of a stranger was waited for
-    finally:
-        stop.set()
-        thread.join()
-    until(lambda: len(peer.server._door) <= STRANGERS_MAX)
-    strangers[0].settimeout(IDLE_S)
-    with contextlib.suppress(ConnectionResetError):
-        while strangers[0].recv(1024):  # what there is of a greeting, and then the end
-            pass
-    for one in strangers:
-        one.close()
 
 
 def test_another_version_is_named() -> None:
