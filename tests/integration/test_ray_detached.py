@@ -146,9 +146,10 @@ def test_masters_on_two_hosts(ground: RayGround, tmp_path: Path) -> None:
         two = eventually(lambda: found if len(found := masters_of("shared")) == 2 else None, "two launchers")
         assert len({variable(parent_of(one), "RAY_RAYLET_PID") for one in two}) == 2, "both keepers are on one host"
         ranks, terms = job.ranks(), terms_of("shared", log)
-        # Whichever leads: one after the other, each with its keeper. Between the two both masters are there again.
-        for one in two:
-            os.kill(parent_of(one), signal.SIGKILL)
+        # Whichever leads: one after the other, each with its keeper. Between the two both masters are there again. A keeper may
+        # have started others meanwhile.
+        for one, keeper in [(one, parent_of(one)) for one in two]:
+            os.kill(keeper, signal.SIGKILL)
             eventually(lambda one=one: one not in masters_of("shared"), "the end of masters whose keeper is dead")
             eventually(lambda: len(masters_of("shared")) == 2, "two launchers again")
         eventually(lambda: terms_of("shared", log) > terms, "another leader")

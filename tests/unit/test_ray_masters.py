@@ -195,6 +195,71 @@ def test_masters_of_another_run_are_not_kept(store: Store) -> None:
     assert not store
 
 
+class Scheduler:
+    """Ray, as far as it places keepers: on hosts a and b, of which raylets that have just joined know themselves alone."""
+
+    def __init__(self, store: Store, places: list[str]) -> None:
+        self._store, self._places, self.pids = store, places, iter(range(1, 100))
+        self.made: list[tuple[int, str]] = []
+
+    def make(self, plan: Plan, number: int, host: str) -> None:
+        """As `masters._make`."""
+        self.made.append((number, host))
+        self._place(mastery.called(plan.job, plan.run, number))
+
+    def kill(self, name: str, *, again: bool = False) -> None:
+        """As `masters._kill`."""
+        assert again
+        self._store.actors = [one for one in self._store.actors if one.name != name]
+        self._place(name)
+
+    def _place(self, name: str) -> None:
+        self._store.actors.append(
+            Actor(f"id-{name}", name, SPACE, host_id=self._places.pop(0), pid=next(self.pids))
+        )
+
+
+@pytest.mark.parametrize(
+    ("places", "ends"),
+    [(["b", "a"], 0), (["b", "b", "a"], 1), (["a", "a", "b"], 1), (["b", "b", "b", "b", "a"], 3)],
+    ids=["as meant", "both on the second", "both on the first", "again and again"],
+)
+def test_masters_keepers_move_to_their_hosts(
+    store: Store, monkeypatch: pytest.MonkeyPatch, places: list[str], ends: int
+) -> None:
+    """Keepers that Ray has started on one host, because a raylet did not know the other one, end on two."""
+    ray: Any = ModuleType("ray")
+    ray.nodes = lambda: [{"NodeID": one, "Alive": True} for one in ("a", "b")]
+    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "a")
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    scheduler = Scheduler(store, [*places])
+    monkeypatch.setattr(masters, "_make", scheduler.make)
+    monkeypatch.setattr(masters, "_kill", scheduler.kill)
+    monkeypatch.setattr(masters, "LOOK_S", 0.0)
+    masters.claim(JOB, "r1", "t")
+    wanted = masters.keep(Plan(JOB, "r1", (), "t", keepers=2))
+    assert scheduler.made == [(0, "b"), (1, "a")], "the driver's host comes last"
+    masters.settle(JOB, "r1", wanted)
+    assert {one.host_id for one in store.actors} == {"a", "b"}
+    assert next(scheduler.pids) == 3 + ends, "a keeper that is where it should be stays"
+
+
+def test_a_keeper_is_not_moved_to_a_host_that_is_gone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is made later takes the host without another one; a host that has died meanwhile is not waited for."""
+    ray: Any = ModuleType("ray")
+    ray.nodes = lambda: [{"NodeID": "b", "Alive": True}, {"NodeID": "a", "Alive": True}]
+    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "a")
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    scheduler = Scheduler(store, ["b"])
+    monkeypatch.setattr(masters, "_make", scheduler.make)
+    masters.claim(JOB, "r1", "t")
+    store.actors.append(Actor("id-0", mastery.called(JOB, "r1", 0), SPACE, host_id="b", pid=99))
+    wanted = masters.keep(Plan(JOB, "r1", (), "t", keepers=2))
+    assert scheduler.made == [(1, "a")]
+    ray.nodes = lambda: [{"NodeID": "b", "Alive": True}, {"NodeID": "a", "Alive": False}]
+    masters.settle(JOB, "r1", wanted)
+
+
 def test_what_is_removed_with_a_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own keepers alone, though nobody claims the name for it; the name of a run whose keepers live stays claimed."""
     killed: list[str] = []

@@ -137,6 +137,12 @@ class Desk:
         async with self._ordering:
             return ("done", await asyncio.to_thread(order, *words))
 
+    async def _keep(self, plan: dict[str, Any]) -> tuple[object, ...]:
+        """Keepers that Ray has started on other hosts than meant move; nobody's order waits for that."""
+        done, wanted = await self._in_turn(_keep, plan)
+        await asyncio.to_thread(_settle, plan, wanted)
+        return (done, None)
+
     # ---- conversations
 
     async def _answer(self, request: tuple[Any, ...]) -> tuple[object, ...]:
@@ -156,7 +162,7 @@ class Desk:
             case ("send", dict(env)):
                 return ("done", (self._cluster.address, await asyncio.to_thread(self._cluster.sent, env)))
             case ("keep", dict(plan)):
-                return await self._in_turn(_keep, plan)
+                return await self._keep(plan)
             case ("release", str(job), str(run)):
                 return await self._in_turn(_release, job, run)
             case ("clear",):
@@ -192,10 +198,19 @@ def _claimed(job: str, run: str, token: str, driver: str, encrypts: bool) -> tup
     return "", masters.persistent()
 
 
-def _keep(plan: dict[str, Any]) -> None:
+def _keep(plan: dict[str, Any]) -> dict[str, str]:
     from dlrover_backends.ray import masters, mastery
 
-    masters.keep(mastery.of_map(plan))
+    return masters.keep(mastery.of_map(plan))
+
+
+def _settle(plan: dict[str, Any], wanted: Any) -> None:
+    from dlrover_backends.ray import masters
+
+    try:
+        masters.settle(plan["job"], plan["run"], wanted)
+    except Exception as error:  # noqa: BLE001  # Ray raises anything, and they are kept, wherever they are
+        log.warning("masters' keepers may share a host", error=f"{type(error).__name__}: {error}")
 
 
 def _release(job: str, run: str) -> None:

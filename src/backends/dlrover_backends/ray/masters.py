@@ -7,9 +7,11 @@ over, or that nobody leads and that has not just been started, takes it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -21,7 +23,7 @@ from dlrover_backends.ray.mastery import SPACE, Plan, Record
 from dlrover_backends.ray.records import Actor
 from dlrover_core.errors import CoreError
 
-LOOK_S, READY_S, GONE_S = 0.1, 60.0, 20.0
+LOOK_S, READY_S, GONE_S, SETTLE_S = 0.1, 60.0, 20.0, 20.0
 YOUNG_S, ANSWER_S = 60.0, 1.0
 ASK_S = 2.0
 """So long a keeper has to end its masters itself, before it is killed."""
@@ -133,23 +135,51 @@ def _answers(address: str) -> bool:
     return True
 
 
-def keep(plan: Plan) -> None:
-    """Make the keepers that are not there yet. Raises `NotKept` where the name is not the run's, and whatever Ray does."""
+def keep(plan: Plan) -> dict[str, str]:
+    """Make the keepers that are not there yet, and return the ids of the hosts that these should be on, by their names.
+
+    Raises `NotKept` where the name is not the run's, and whatever Ray does.
+    """
     record = mastery.record_of(plan.job, _parts(plan.job))
     if record is None or record.run != plan.run:
         raise NotKept(f"the name of job {plan.job!r} is not claimed by run {plan.run}")
     import ray
 
-    there = {one.name for one in _living(plan.job, plan.run)}
+    there = {one.name: one.host_id for one in _living(plan.job, plan.run)}
     hosts = [one["NodeID"] for one in ray.nodes() if one["Alive"]]
     own = ray.get_runtime_context().get_node_id()
     # The driver's host comes last: its masters, or those that wait for its death, are there already.
-    hosts.sort(key=lambda one: one == own)
+    hosts.sort(key=lambda one: (one in there.values(), one == own))
     if plan.driver:  # it can be seen to die on its own machine alone
         plan = replace(plan, pinned=f"node:{ray.util.get_node_ip_address()}")
-    for number in range(plan.keepers):
-        if mastery.called(plan.job, plan.run, number) not in there:
-            _make(plan, number, hosts[number % len(hosts)])
+    names = [mastery.called(plan.job, plan.run, number) for number in range(plan.keepers)]
+    wanted = dict(zip((one for one in names if one not in there), itertools.cycle(hosts), strict=False))
+    for number, name in enumerate(names):
+        if name in wanted:
+            _make(plan, number, wanted[name])
+    return {} if plan.pinned else wanted
+
+
+def settle(job: str, run: str, wanted: Mapping[str, str]) -> None:
+    """Wait until keepers are on the hosts that they should be on, `SETTLE_S` at most; one that is elsewhere is started anew.
+
+    Ray has any raylet place an actor that needs no resources, and a raylet that has just joined does not know all hosts yet: it
+    starts both keepers itself.
+    """
+    import ray
+
+    deadline, ended = time.monotonic() + SETTLE_S, set[int]()
+    while time.monotonic() < deadline:
+        hosts = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+        unsettled = [one for one in _living(job, run) if one.host_id != wanted.get(one.name, one.host_id)]
+        unsettled = [one for one in unsettled if wanted[one.name] in hosts]
+        if not unsettled:
+            return
+        for one in unsettled:
+            if one.state == "ALIVE" and one.pid not in ended:
+                ended.add(one.pid)
+                _kill(one.name, again=True)
+        time.sleep(LOOK_S)
 
 
 def _make(plan: Plan, number: int, host: str) -> None:
@@ -230,11 +260,12 @@ def _ask(keeper: str) -> None:
         ray.get(ray.get_actor(keeper, namespace=SPACE).leave.remote(), timeout=ASK_S)
 
 
-def _kill(keeper: str) -> None:
+def _kill(keeper: str, *, again: bool = False) -> None:
+    """End a keeper; ``again``: Ray starts it anew."""
     import ray
 
     with contextlib.suppress(ValueError):
-        ray.kill(ray.get_actor(keeper, namespace=SPACE), no_restart=True)
+        ray.kill(ray.get_actor(keeper, namespace=SPACE), no_restart=not again)
 
 
 def _forget(job: str, number: int, run: str) -> None:
