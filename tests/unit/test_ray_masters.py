@@ -214,9 +214,7 @@ class Scheduler:
         self._place(name)
 
     def _place(self, name: str) -> None:
-        self._store.actors.append(
-            Actor(f"id-{name}", name, SPACE, host_id=self._places.pop(0), pid=next(self.pids))
-        )
+        self._store.actors.append(Actor(f"id-{name}", name, SPACE, host_id=self._places.pop(0), pid=next(self.pids)))
 
 
 @pytest.mark.parametrize(

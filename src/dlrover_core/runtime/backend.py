@@ -153,7 +153,8 @@ class Reserving(Protocol):
     def heard(self, seats: Collection[str]) -> None:
         """Agents wait in these seats and answer. It must not wait.
 
-        The leader says so every two seconds while it may give orders. Standbys are made and removed only while it does.
+        The leader says so every two seconds while it may give orders, from when the job's first nodes have joined. Standbys are
+        made and removed only while it does.
         """
         ...
 
@@ -182,6 +183,15 @@ class Closing(Protocol):
 
     async def close(self) -> None:
         """Close what is one's own. Idempotent; it may raise anything."""
+        ...
+
+
+@runtime_checkable
+class Reaching(Protocol):
+    """A backend that knows whether its platform answers. Masters of a job that is to stop ask it once no agent is left."""
+
+    async def away(self) -> str:
+        """Why nobody answers there now, for people; empty: somebody does. It takes a second or two, and raises nothing."""
         ...
 
 

@@ -16,7 +16,8 @@ import structlog
 from dlrover_core.diagnosis.classify import REFUSED_WORD
 from dlrover_core.errors import LaunchRefused
 from dlrover_core.job import notices
-from dlrover_core.job.nodes import REFUSED, Observed, ObserveNodes
+from dlrover_core.job.node_lifecycle import COMING
+from dlrover_core.job.nodes import REFUSED, Node, Observed, ObserveNodes
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.backend import Admission, Backend, Changed, Listed, Observation, Reserving
 from dlrover_core.runtime.leader import Leader
@@ -52,7 +53,7 @@ class Leveller:
             seats.reserves = isinstance(backend, Reserving)
         self._wake = asyncio.Event()
         self._listed: dict[str, Observation] = {}
-        self._known = self._clearing = False
+        self._known = self._clearing = self._begun = False
         self._busy: set[str] = set()
         self._accepted: set[str] = set()
         self._failures: dict[Call, int] = {}
@@ -101,10 +102,20 @@ class Leveller:
 
     async def _hear(self) -> None:
         """Tell the backend which standbys answer, again and again, while this master may order."""
-        while isinstance(self._backend, Reserving) and self._seats is not None:
+        while isinstance(self._backend, Reserving):
             if self._known and self._master.may_order():
-                self._backend.heard(self._seats.heard())
+                self._tell_heard()
             await asyncio.sleep(HEAR_S)
+
+    def _tell_heard(self) -> None:
+        """Not before the job's first nodes have joined: standbys would take room and processors that these start with."""
+        if self._seats is None or not isinstance(self._backend, Reserving):
+            return
+        if not self._begun:
+            nodes = self._master.state.nodes.nodes.values()
+            self._begun = any(one.joined for one in nodes) and not any(map(_arrives, nodes))
+        if self._begun:
+            self._backend.heard(self._seats.heard())
 
     def _room_found(self) -> None:
         """Launch at once what was refused for want of room."""
@@ -190,8 +201,7 @@ class Leveller:
         if not self._known or not self._master.may_order():
             return
         desired, now = self._master.desired, asyncio.get_running_loop().time()
-        if self._seats is not None and isinstance(self._backend, Reserving):
-            self._backend.heard(self._seats.heard())
+        self._tell_heard()
         if now >= self._words_at:
             self._words_at = now + WORDS_EVERY_S
             self._tell_words()
@@ -272,3 +282,8 @@ class Leveller:
 
     async def _delete(self, name: str) -> None:
         await self._backend.delete(name, self._master.token, self._master.delete_grace_s(name))
+
+
+def _arrives(node: Node) -> bool:
+    """Is it the first node of its place, on its way to a place that the platform has for it?"""
+    return not (node.incarnation or node.joined or node.released or node.waiting) and node.state in COMING

@@ -78,7 +78,11 @@ async def _lead(options: Options, settings: Settings, token: str, port: socket.s
             await asyncio.wait({showing}, timeout=LAST_LINES_S)
             showing.cancel()
             await asyncio.gather(showing, return_exceptions=True)
-    if status not in UNFINISHED:
+    if end.gone:
+        remedy = getattr(backends.made(settings, token), "remedy", "")
+        left = f"what is left of the job there stays; {remedy}" if remedy else "what is left of the job there stays"
+        print(f"dlrover-run: job {settings.job.job}: {end.gone}: {left}", file=sys.stderr)
+    elif status not in UNFINISHED:
         await cleared(settings, token)
     return status
 

@@ -26,7 +26,7 @@ from dlrover_adapters.telemetry import light  # noqa: F401  # first of all
 
 import structlog
 
-from dlrover_adapters.cli import asking, backends, policies, told
+from dlrover_adapters.cli import asking, backends, platform_away, policies, told
 from dlrover_adapters.cli.collector import settle
 from dlrover_adapters.cli.settings import (
     EX_AGAIN,
@@ -151,15 +151,16 @@ async def _run(settings: Settings, ends: Ends, holder: str, dead: list[str], *, 
                 asked.set()
             stopper = asyncio.ensure_future(_end_when(asked, ends.stop, master, event_log, settings))
             leading, stuck = asyncio.ensure_future(master.run()), asyncio.ensure_future(_watch_log(settings, master))
+            gone = asyncio.ensure_future(_watch_platform(backend, master))
             try:
-                await asyncio.wait({leading, stuck}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({leading, stuck, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if not leading.done():
-                    return stuck.result()
+                    return (stuck if stuck.done() else gone).result()
                 outcome = leading.result()
             finally:
-                for task in (stopper, stuck, leading):
+                for task in (stopper, stuck, gone, leading):
                     task.cancel()
-                await asyncio.gather(stopper, stuck, leading, return_exceptions=True)
+                await asyncio.gather(stopper, stuck, gone, leading, return_exceptions=True)
                 await backends.closed(backend)
             log.info("job is over", state=outcome.state, reason=outcome.reason)
             return EX_OVER
@@ -188,6 +189,12 @@ def _listener(settings: Settings, fd: int) -> HttpListener:
     return HttpListener(
         socket.socket(fileno=fd), os.environ["DLROVER_TOKEN"], job=settings.job.job, advertise=advertise, tls=shown
     )
+
+
+async def _watch_platform(backend: object, master: Master) -> int:
+    """Return when a job that is to stop must end though nobody can say that its nodes have ended."""
+    log.error("the platform of a job that is to stop has gone", reason=await platform_away.until_gone(backend, master))
+    return EX_OVER
 
 
 async def _watch_log(settings: Settings, master: Master) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from dlrover_adapters.cli import backends, in_pod, ray_flags
+from dlrover_adapters.cli import backends, in_pod, platform_away, ray_flags
 from dlrover_adapters.cli.meeting import parse_endpoint
 from dlrover_core.errors import SpecError
 from dlrover_core.runtime.within import within
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 ETCD_PASSWORD = "DLROVER_ETCD_PASSWORD"  # noqa: S105  # the variable's name
 KEEP_AFTER_S, CLAIM_S, RELEASE_S = 5.0, 10.0, 10.0
+INTERRUPTED, AWAY_S = 128, 2.0
 UNFINISHED = (70, 75)
 """As `apart` has it: the job goes on, and is led in the cluster."""
 
@@ -44,9 +45,14 @@ log = structlog.get_logger("dlrover.launcher")
 
 @dataclass
 class End:
-    """How the launcher has ended. ``status``: its exit status, once it is known."""
+    """How the launcher has ended.
+
+    status: its exit status, once it is known
+    gone:   why the cluster is taken for gone, so that nothing can be removed there; empty: it is not
+    """
 
     status: int = UNFINISHED[0]
+    gone: str = ""
 
 
 @contextlib.asynccontextmanager
@@ -67,7 +73,9 @@ async def outlived(options: Options, settings: Settings, token: str) -> AsyncIte
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-        if end.status not in UNFINISHED:
+        if end.status > INTERRUPTED:  # somebody waits, and a cluster that comes back later is cleared by hand
+            end.gone = await platform_away.silent(backend, AWAY_S)
+        if end.status not in UNFINISHED and not end.gone:
             await _released(backend)
         await backends.closed(backend)
 

@@ -26,7 +26,7 @@ from dlrover_core.runtime.backend import Changed, Listed, Wanted
 from dlrover_core.runtime.backends import TOKEN, BackendContext
 from dlrover_core.runtime.within import within
 
-CALL_S, START_S, PROBE_S = 60.0, 60.0, 3.0
+CALL_S, START_S, PROBE_S, AWAY_S = 60.0, 60.0, 3.0, 1.0
 RECONNECT_S = (0.02, 0.1, 0.5, 1.0, 5.0)
 SOCKET = "ray-desk.sock"
 _DESK = "import sys; sys.path[:1] = []; from dlrover_backends.ray.desk import main; sys.exit(main())"
@@ -156,6 +156,12 @@ class RayBackend:
     async def release(self) -> None:
         """Remove the masters' keepers of this run, and its claim of the job's name. Raises `CoreError`."""
         await self._call("release", self._here.job, self._here.run)
+
+    async def away(self) -> str:
+        """Why nobody listens where the cluster's state service was; empty: somebody does, or it is not known where."""
+        address = _desk_cluster(self._path()) or settings.address_of(self._told.address)
+        why = await asyncio.to_thread(faults.silence, address, AWAY_S)
+        return f"no Ray cluster answers at {address} ({why})" if why else ""
 
     async def close(self) -> None:
         """Nothing to close: the desk serves other masters, and ends when there are none."""
@@ -288,6 +294,13 @@ class RayBackend:
         if self._desk is not None and self._desk.poll() is None:
             self._desk.returncode = 0
         self._desk = None
+
+
+def _desk_cluster(path: Path) -> str:
+    """The address of the cluster that the newest desk there has joined; empty: none has."""
+    with contextlib.suppress(OSError):
+        return Path(f"{path}.lock").read_text(encoding="utf-8").strip()
+    return ""
 
 
 def _answers(path: Path) -> bool:

@@ -227,7 +227,7 @@ def main() -> int:
         wrapper_class=structlog.make_filtering_bound_logger(30),  # warnings
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
-    with os.fdopen(int(report), "w", encoding="utf-8") as told, Path(f"{path}.lock").open("w") as lock:
+    with os.fdopen(int(report), "w", encoding="utf-8") as told, Path(f"{path}.lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -240,6 +240,9 @@ def main() -> int:
         except BaseException as error:  # noqa: BLE001  # Ray leaves by SystemExit too; whoever started us tells it
             json.dump(faults.of_connect(error, address)._asdict(), told)
             return 1
+        lock.truncate(0)  # masters read there which cluster it is
+        lock.write(cluster.address)
+        lock.flush()
         asyncio.run(_serve(cluster, Path(path), told.close))
     return 0
 

@@ -36,17 +36,23 @@ def probe(address: str) -> None:
     """
     settings.check_address(address)
     wanted = settings.address_of(address)
-    found = _ADDRESS.fullmatch(wanted)
-    if found is None:
-        return
-    try:
-        socket.create_connection((found[1], int(found[2])), PROBE_S).close()
-    except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or "no answer"
+    if why := silence(wanted):
         raise SpecError(
             "ray-address",
             f"no Ray cluster answers at {wanted} ({why}): name its head as HOST:6379, or start one with ray start --head",
-        ) from error
+        )
+
+
+def silence(address: str, bound_s: float = PROBE_S) -> str:
+    """Why nobody listens at HOST:PORT; empty: somebody does, or it is no such address. Blocks, ``bound_s``."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None:
+        return ""
+    try:
+        socket.create_connection((found[1], int(found[2])), bound_s).close()
+    except (OSError, OverflowError) as error:
+        return getattr(error, "strerror", None) or "no answer"
+    return ""
 
 
 def of_connect(error: BaseException, address: str) -> Fault:
