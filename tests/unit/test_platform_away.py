@@ -12,7 +12,7 @@ import pytest
 
 from dlrover_adapters.cli import platform_away
 from dlrover_adapters.cli.platform_away import Leader, silent, until_gone
-from dlrover_backends.ray.client import RayBackend
+from dlrover_backends.ray.client import NoDesk, RayBackend
 from dlrover_core import BackendContext
 
 
@@ -94,3 +94,13 @@ def test_whether_a_ray_cluster_answers(tmp_path: Path) -> None:
         (tmp_path / "ray-desk.sock.lock").write_text(address)
         assert asyncio.run(backend.away()) == ""
     assert asyncio.run(backend.away()) == f"no Ray cluster answers at {address} (Connection refused)"
+
+
+def test_no_desk_is_started_for_a_cluster_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's library takes ten seconds to say so, in which a master that is to end would wait for it."""
+    monkeypatch.setattr(RayBackend, "_start", lambda _: pytest.fail("a desk is started"))
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        address = f"127.0.0.1:{service.getsockname()[1]}"
+    here = BackendContext("j", "r", ("m:1",), "t", command=("x",), directory=str(tmp_path), args=f"address={address}")
+    with pytest.raises(NoDesk, match=f"no Ray cluster answers at {address}"):
+        asyncio.run(RayBackend(here).delete("j-worker-0-0", 1, 0.0))

@@ -159,7 +159,9 @@ class RayBackend:
 
     async def away(self) -> str:
         """Why nobody listens where the cluster's state service was; empty: somebody does, or it is not known where."""
-        address = _desk_cluster(self._path()) or settings.address_of(self._told.address)
+        return await self._silence(_desk_cluster(self._path()) or settings.address_of(self._told.address))
+
+    async def _silence(self, address: str) -> str:
         why = await asyncio.to_thread(faults.silence, address, AWAY_S)
         return f"no Ray cluster answers at {address} ({why})" if why else ""
 
@@ -254,6 +256,10 @@ class RayBackend:
         async with self._starting:
             if _answers(self._path()):
                 return
+            if why := await self._silence(
+                settings.address_of(self._told.address)
+            ):  # Ray itself takes ten seconds to say no
+                raise NoDesk(why, permanent=False)
             try:
                 told = await within(START_S, asyncio.to_thread(self._start))
             except asyncio.TimeoutError as error:
