@@ -64,7 +64,7 @@ def test_who_is_waited_for(monkeypatch: pytest.MonkeyPatch, state: str, agents: 
         for _ in range(20):
             await asyncio.sleep(0)
         asking.cancel()
-        return not (await asyncio.gather(asking, return_exceptions=True))[0] == "refused"
+        return (await asyncio.gather(asking, return_exceptions=True))[0] != "refused"
 
     assert asyncio.run(waits())
 
