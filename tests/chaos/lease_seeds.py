@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from tests.unit.drive import Drive
 
+from dlrover_core.data.trained import Counted, added, counted, pack_counted, unpack
 from dlrover_core.history.lease_audit import LeaseAudit
+from dlrover_core.job.checkpoints import CommitCheckpoint, ReportKeeping
 from dlrover_core.job.leases import (
     Leased,
     Leases,
@@ -122,6 +124,7 @@ class ModelPlay(Play):
         self.said: list[RestoreLeases] = []
         self.started = 0
         self.struck: Counter[str] = Counter()
+        self.compared = 0
 
     @property
     def running(self) -> list[Node]:
@@ -153,10 +156,25 @@ class ModelPlay(Play):
         if world.active and world.generation != self.started:
             self.started = world.generation
             self.drive.run(1)
+            self.drive.do(ReportKeeping(self.drive.members[0], world.generation, "file:///ckpt", 1, 1, 0, False, 0))
+        if self.random.random() < 0.1:
+            self._commit()
         orders = desired(self.drive.state).orders
         for name in list(self.nodes):
             if self.random.random() < 0.5:
                 self._order(name, orders.get(name))
+
+    def _commit(self) -> None:
+        """The newest whole state is on storage, and nodes say what their ranks were trained on."""
+        if not (whole := self.states.whole()):
+            return
+        generation, step = whole[-1]
+        nodes: dict[str, list[tuple[Counted, ...]]] = {}
+        for part in self.states.parts[whole[-1]].values():
+            nodes.setdefault(part.node, []).append(counted(unpack(part.packed)))
+        world = self.states.worlds[generation]
+        said = tuple(pack_counted(world, len(ranks), added(ranks)) for ranks in nodes.values())
+        self.drive.do(CommitCheckpoint("worker", generation, step, len(nodes), 1, 1, (), said))
 
     def _order(self, name: str, order: Order | None) -> None:
         node = self.nodes[name]
@@ -261,6 +279,7 @@ class ModelPlay(Play):
                 model.update(rank.model)
         assert model == Counter(range(SIZE * EPOCHS)), "the last model was not trained once on each position"
         (proof,) = audited(self.drive.records)
+        self.compared = proof.compared
         assert (proof.findings, proof.samples) == ((), SIZE * EPOCHS)
         for fact in self.drive.facts(LeasesRestored):
             state = self.states.bases[fact.generation][0]
@@ -347,6 +366,7 @@ def trial(seed: int) -> dict[str, Any]:
     told: dict[str, Any] = {
         "samples": SIZE * EPOCHS,
         "again": play.leased.again,
+        "compared": play.compared,
         "generations": play.drive.world.generation,
         "events": len(play.drive.records),
         **dict(sorted(play.struck.items())),

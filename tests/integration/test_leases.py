@@ -152,11 +152,13 @@ def test_a_model_is_trained_once_on_each_sample_though_a_rank_is_killed(
     with Job(tmp_path, *launch, script, str(size), f"file://{tmp_path}/ckpt", str(loaders), "0.01,0.03", "1:4") as job:
         assert job.ended(LIMIT_S) == 0, job.said()[-3000:]
         told, row = [one["fields"] for one in job.events("LeasesRestored")], shown(job)
+        saved = [one["fields"] for one in job.events("LeasesSaved")]
         proof = json.loads(dlrover(["data", "verify", job.name, "--json", "--state-dir", str(job.state)]).stdout)
     (leased,) = proof["leased"]
     assert (proof["proved"], leased["samples"], leased["resumed"], leased["findings"]) == (True, 2 * size, 1, [])
     assert [int(times) for times in (tmp_path / "trained").read_text().split()] == [2] * size
     assert [(one["generation"], bool(one["step"])) for one in told] == [(1, False), (2, True)]
+    assert max(saved, key=lambda one: (one["generation"], one["step"]))["samples"] == 2 * size
     began = {path.read_text().split()[2] for path in tmp_path.glob("began-*")}
     assert began == {"0", str(Ranges.unpack(bytes.fromhex(told[1]["spans"])).count)}
     assert (row["used"], row["held"], row["finished"], row["assignment"]) == (2 * size, 0, True, "lease-model")

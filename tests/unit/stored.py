@@ -46,6 +46,7 @@ class Arena:
         own: Sequence[int] = (),
         light: bool = False,
         alike: bool = False,
+        raw: Mapping[str, bytes] | None = None,
     ) -> None:
         items, at = [], 0
         for name, tensor, offsets, full in chunks:
@@ -64,7 +65,7 @@ class Arena:
             table, _ = lightened(table)
             items, chunks, at = list(table.items), [], 0
         packed = table.packed()
-        blob = pack_blob({name: pickled(value) for name, value in objects.items()})
+        blob = pack_blob({**{name: pickled(value) for name, value in objects.items()}, **(raw or {})})
         self.geometry = Geometry(2, len(packed), len(blob) + 100, at)
         self.memory = mmap.mmap(-1, self.geometry.total_bytes)
         self.memory[PAGE : PAGE + len(packed)] = packed

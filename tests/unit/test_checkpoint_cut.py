@@ -23,16 +23,20 @@ from tests.unit.restoring import (  # noqa: E402
     sharded,
     store,
 )
+from tests.unit.stored import Arena as Stored  # noqa: E402
 
+from dlrover_adapters.agent.checkpoints import storing  # noqa: E402
 from dlrover_adapters.checkpoint.manifests import Part  # noqa: E402
 from dlrover_adapters.checkpoint.places import Place as Storage  # noqa: E402
 from dlrover_adapters.checkpoint.reader import StepReader  # noqa: E402
 from dlrover_adapters.checkpoint.slotview import SlotView  # noqa: E402
-from dlrover_adapters.checkpoint.table import CUT, cut_in, pack_blob  # noqa: E402
+from dlrover_adapters.checkpoint.table import CUT, TRAINED, cut_in, pack_blob  # noqa: E402
 from dlrover_adapters.torch.checkpoint.ladder import RestoreFailed  # noqa: E402
 from dlrover_adapters.torch.checkpoint.vault import OBJECTS  # noqa: E402
 from dlrover_core.checkpoint.arena import ArenaBroken  # noqa: E402
 from dlrover_core.data.cut import Cut, Place, pack, unpack  # noqa: E402
+from dlrover_core.data.ranges import Ranges  # noqa: E402
+from dlrover_core.data.trained import Counted, Trained, counted, pack_counted, unpack_counted  # noqa: E402
 
 
 def at(position: int) -> Cut:
@@ -71,6 +75,19 @@ def test_a_blob_s_cut_is_read_without_the_rest_of_it() -> None:
     assert cut_in(pack_blob({"a": bytes(200_000)})) == cut_in(pack_blob({})) == b""
     with pytest.raises(ArenaBroken, match="no blob"):
         cut_in(b"\xc1")
+
+
+def test_what_a_rank_was_trained_on_by_leases_is_no_object() -> None:
+    """Agents read it without unpickling, and add up what the ranks of a node say; a rank that says nothing adds nothing."""
+    said = [pack_counted(1, 1, counted([Trained("a", "f", Ranges([span]))])) for span in ((0, 4), (4, 10))]
+    raw = [{TRAINED: said[0]}, {TRAINED: said[1]}, {}]
+    arenas = [Stored([], {"x": 1}, rank=rank, world=3, raw=one) for rank, one in enumerate(raw)]
+    views = [SlotView(one.memory, 0) for one in arenas]
+    assert set(views[0].objects()) == {"x"}
+    assert [view.trained() for view in views] == [*said, b""]
+    assert unpack_counted(storing.trained(views)) == (3, 2, (Counted("a", 10, 45),))
+    assert storing.trained(views[2:]) == b""
+    assert storing.trained([SlotView(Stored([], {}, raw={TRAINED: b"."}).memory, 0)]) == b""
 
 
 def test_agents_read_the_cut_of_a_slot_and_objects_are_without_it(cluster: dict[str, FakeNode]) -> None:

@@ -48,6 +48,28 @@ def test_nothing_is_handed_out_before_the_ranks_have_resumed(play: Any) -> None:
     play(test)
 
 
+def test_a_restore_that_the_master_refuses_ends_its_worker(play: Any) -> None:
+    """Nothing would ever be handed out: whoever waits, and whoever draws next, hears what was refused, and of which dataset."""
+
+    async def test(one: Stand) -> None:
+        line = await one.line(opened=False)
+        await asyncio.to_thread(line.open, MODEL_TERMS, 4)
+        restored_leases(one, generation=0)
+        await asyncio.to_thread(line.restored, MODEL_TERMS, 1, 7, Ranges([(0, 4)]))
+        waits = asyncio.ensure_future(one.draw(line))
+        await one.until(lambda: one.launcher.data.waiting)
+        one.desk.answered(len(one.sent), "step 7 of generation 1 was trained on 5 samples")
+        for drawn in (waits, one.draw(line)):
+            with pytest.raises(
+                SpecError, match="dataset 'eval': the job's master refuses where this generation goes on: step 7"
+            ):
+                await drawn
+        restored_leases(one, (4, 40), generation=LAUNCH.generation)  # another node's word was heard
+        assert await one.draw(line) == (4, 8)
+
+    play(test)
+
+
 def test_what_a_loader_process_has_is_taken_once(play: Any) -> None:
     """By its session; what nobody has taken goes to others as it ends, and no repetition is told."""
 

@@ -7,7 +7,7 @@ from tests.chaos.lease_seeds import EPOCHS, TICK_S, ServerPlay, trial
 
 from dlrover_core.job.leases import LeaseGranted, LeaseReturned
 
-SCALES = 4
+SCALES = 0
 """A seed of which the job is scaled."""
 
 

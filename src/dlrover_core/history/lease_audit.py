@@ -2,7 +2,8 @@
 
 A generation begins with the positions that its restored state was trained on, and trains on what is leased to it. So each sample
 is there once if nothing is leased that the state had, or that another node has; and if a restored state has no position but
-those of the state before it, and of the leases since. What ranks say that they were trained on is taken for true.
+those of the state before it, and of the leases since. What ranks say that they were trained on is taken for true. Where the
+state lay on storage the log has two such words, of the ranks that saved it and of those that resumed it; they must be the same.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_core.data.ranges import Ranges
+from dlrover_core.data.trained import checksum
 from dlrover_core.history.phrases import one_line
 from dlrover_core.job import job, leases, shards
 from dlrover_core.job.world import WorldFormed
@@ -49,6 +51,7 @@ class LeaseProof(NamedTuple):
     generations:    number of generations that said where they go on
     resumed:        number of those that resumed from a state
     findings:       what is wrong
+    compared:       number of those whose state had said on storage what it was trained on
     """
 
     group: str
@@ -59,6 +62,7 @@ class LeaseProof(NamedTuple):
     generations: int
     resumed: int
     findings: tuple[LeaseFinding, ...]
+    compared: int = 0
 
 
 @dataclass(slots=True)
@@ -73,6 +77,8 @@ class _Dataset:
     generation: int = 0
     generations: int = 0
     resumed: int = 0
+    saved: dict[tuple[int, int], leases.LeasesSaved] = field(default_factory=dict)
+    compared: int = 0
     found: list[LeaseFinding] = field(default_factory=list)
 
     def restored(self, fact: leases.LeasesRestored) -> None:
@@ -86,11 +92,24 @@ class _Dataset:
             self.add(
                 MISSING, before - spans, f"{state}, was not trained on them, and generation {fact.of} began with them"
             )
+        self._compare(fact, spans, state)
         self.generations += 1
         self.resumed += fact.step > 0
         self.generation = fact.generation
         self.bases[fact.generation], self.granted[fact.generation] = spans, Ranges()
         self.out, self.acked = Ranges(), Ranges()
+
+    def _compare(self, fact: leases.LeasesRestored, spans: Ranges, state: str) -> None:
+        """With what its ranks said when it was saved."""
+        saved = self.saved.get((fact.of, fact.step))
+        if saved is None:
+            return
+        self.compared += 1
+        if (saved.samples, saved.checksum) != (spans.count, checksum(spans)) and len(self.found) < FINDINGS_MAX:
+            kind = MISSING if spans.count < saved.samples else STRANGE
+            why = f"{state}, was trained on {saved.samples} samples when it was saved, and on {spans.count} when it was resumed"
+            many = max(1, abs(saved.samples - spans.count))
+            self.found.append(LeaseFinding(kind, many, max(0, spans.first), spans.last + 1, why))
 
     def leased(self, fact: leases.LeaseGranted) -> None:
         """A node may use more."""
@@ -126,7 +145,10 @@ class LeaseAudit:
             for (group, _), one in self._of.items():
                 if group == fact.group:
                     one.generation = 0
-        elif isinstance(fact, (leases.LeasesRestored, leases.LeaseGranted, leases.LeaseAcked, leases.LeaseReturned)):
+        elif isinstance(
+            fact,
+            (leases.LeasesSaved, leases.LeasesRestored, leases.LeaseGranted, leases.LeaseAcked, leases.LeaseReturned),
+        ):
             found = self._of.get((fact.group, fact.dataset))
             if found is not None:
                 _take(found, fact)
@@ -143,6 +165,7 @@ class LeaseAudit:
                 one.generations,
                 one.resumed,
                 tuple(one.found),
+                one.compared,
             )
             for (group, name), one in self._of.items()
         )
@@ -151,6 +174,8 @@ class LeaseAudit:
 def _take(one: _Dataset, fact: object) -> None:
     if isinstance(fact, leases.LeasesRestored):
         one.restored(fact)
+    elif isinstance(fact, leases.LeasesSaved):
+        one.saved[fact.generation, fact.step] = fact
     elif isinstance(fact, leases.LeaseGranted):
         one.leased(fact)
     elif isinstance(fact, leases.LeaseAcked):
@@ -167,6 +192,7 @@ def lines(proofs: tuple[LeaseProof, ...]) -> Iterator[str]:
         )
         of = f" of {one.size * one.epochs:,}" if one.epochs else ""
         told = f"{count(one.generations, 'generation')}, {one.resumed} resumed from a state"
+        told += f", {one.compared} of them with the word of its savers in the log" if one.compared else ""
         yield f"  {one.samples:,}{of} samples in the model; {told}"
         for each in one.findings:
             where = f"positions {each.start:,} to {each.end:,}, end exclusive"

@@ -278,7 +278,7 @@ class Persist(NamedTuple):
 class CommitCheckpoint(NamedTuple):
     """The leader: all parts of a step are on storage, by the agents' heartbeats.
 
-    ``cuts``: what its writers say that it has consumed, packed, each once.
+    ``cuts``: what its writers say that it has consumed, packed, each once. ``trained``: of writers that say it, as in `Written`.
     """
 
     group: str
@@ -288,6 +288,7 @@ class CommitCheckpoint(NamedTuple):
     size: int
     took_us: int
     cuts: tuple[bytes, ...] = ()
+    trained: tuple[bytes, ...] = ()
 
 
 # Invariants of checkpoints, after every event, beside those of `holdings`; `CheckpointSlice.check` yields the broken ones.

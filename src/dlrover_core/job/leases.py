@@ -12,7 +12,8 @@ the log names them.
 
 With ``lineage="model"`` the restored model is the authority. A position is acknowledged once a rank of this generation has taken
 it, for whatever becomes of the rank, its death ends the generation. The next generation resumes from a state, and rank 0's node
-says which positions that state was trained on (`LeasesRestored`): these are acknowledged, and all others are free again. From
+says which positions that state was trained on (`LeasesRestored`): these are acknowledged, and all others are free again. Of
+states on storage the log knows already how many these are (`LeasesSaved`): a word that differs is refused. From
 the moment that a world forms until then nothing is granted, and words of earlier generations are not heard.
 """
 
@@ -40,6 +41,8 @@ BYTES_MAX = 16_384
 """Bytes of packed ranges in one field of a message: `SPANS_MAX` ranges fit, wherever they are."""
 REPEATED_SPANS_MAX = 2_000
 """Of the ranges that were used again so many are kept in the state; all are counted, and the log has all."""
+SAVED_MAX = 64
+"""Of so many states on storage it is known what they were trained on."""
 RATE_MAX = 2**53
 WHY_MAX = 300
 KILO = 1_000
@@ -128,6 +131,26 @@ class LeasesRestored(NamedTuple):
     of: int
     step: int
     spans: bytes
+
+
+@event(59)
+class LeasesSaved(NamedTuple):
+    """A checkpoint on storage was trained on so many positions of a dataset, by the words of all its ranks.
+
+    group:      of nodes that share the dataset
+    dataset:    its name
+    generation: of the state
+    step:       of the state
+    samples:    positions that the model was trained on
+    checksum:   their sum, modulo 2^62
+    """
+
+    group: str
+    dataset: str
+    generation: int
+    step: int
+    samples: int
+    checksum: int
 
 
 @command(30, since=5)
@@ -255,6 +278,15 @@ class Recall(NamedTuple):
     spans: Spans
 
 
+class Saved(NamedTuple):
+    """What a state on storage was trained on. Fields as of `LeasesSaved`."""
+
+    generation: int
+    step: int
+    samples: int
+    checksum: int
+
+
 @dataclass(slots=True)
 class Lease:
     """What one node holds.
@@ -297,6 +329,7 @@ class Leased:
     began_at: when it was registered, microseconds
     acked_at: when the newest positions were acknowledged
     generation: with ``lineage="model"``, the one that has said where it resumed and trains; 0: none
+    saved:    the newest `SAVED_MAX` states on storage, with what they were trained on
     """
 
     terms: Terms
@@ -311,6 +344,7 @@ class Leased:
     began_at: int = 0
     acked_at: int = 0
     generation: int = field(default=0, metadata=LATER)
+    saved: list[Saved] = field(default_factory=list, metadata=LATER)
 
     @property
     def of_model(self) -> bool:
@@ -456,6 +490,11 @@ def _on_restored(slice_: LeaseSlice, fact: LeasesRestored, record: Record) -> No
     leased.generation = fact.generation
 
 
+def _on_saved(slice_: LeaseSlice, fact: LeasesSaved, record: Record) -> None:
+    leased = slice_.groups[fact.group][fact.dataset]
+    leased.saved = [*leased.saved, Saved(*fact[2:])][-SAVED_MAX:]
+
+
 def _begin_anew(leased: Leased, acked: Spans, record: Record) -> None:
     leased.acked, leased.free = acked, _without(((0, leased.total),), acked)
     leased.held.clear()
@@ -471,10 +510,11 @@ def _forget(leased: Leased, node: str, record: Record) -> None:
 
 
 FACTS = Facts(
-    kinds=(LeaseGranted, LeaseAcked, LeaseReturned, LeaseRecalled, LeasesRestored),
+    kinds=(LeaseGranted, LeaseAcked, LeaseReturned, LeaseRecalled, LeasesRestored, LeasesSaved),
     evolve={
         WorldFormed: _on_formed,
         LeasesRestored: _on_restored,
+        LeasesSaved: _on_saved,
         DatasetRegistered: _on_registered,
         LeaseGranted: _on_granted,
         LeaseAcked: _on_acked,

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dlrover_core.checkpoint.partners import ALONE, partners
+from dlrover_core.data.trained import all_counted
 from dlrover_core.errors import Refused
 from dlrover_core.job import checkpoints, incidents, nodes, world
+from dlrover_core.job.leases import LeasesSaved
 from dlrover_core.job.lineage import readable
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Rules, Telling, Tells, always
@@ -106,6 +108,10 @@ def _commit(state: JobState, command: checkpoints.CommitCheckpoint, now: int) ->
     )
     for other in cuts[1:]:
         yield from shards.unlike(command.group, this, cuts[0], other)
+    leased = state.leases.of(command.group)
+    for one in all_counted(command.trained):
+        if one.dataset in leased and leased[one.dataset].of_model:
+            yield LeasesSaved(command.group, one.dataset, *this, one.samples, one.checksum)
 
 
 def _storage(state: JobState, command: checkpoints.ReportStorage, now: int) -> Iterator[Event]:

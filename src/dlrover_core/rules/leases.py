@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from dlrover_core.data.quota import KEEP
 from dlrover_core.data.ranges import FRAGMENTS_MAX, POSITION_MAX, Ranges
+from dlrover_core.data.trained import checksum
 from dlrover_core.errors import Refused, SpecError
 from dlrover_core.job import leases, nodes, world
 from dlrover_core.job.leases import (
@@ -173,7 +174,16 @@ def _restore(state: JobState, command: RestoreLeases, now: int) -> Iterator[Even
     if trained and trained.last >= leased.total:
         raise Refused(f"spans: position {trained.last}; dataset {command.dataset!r} has {leased.total}")
     if leased.generation == command.generation:
-        raise Refused(f"generation {command.generation} has said already where {command.dataset!r} goes on")
+        if trained - Ranges(leased.acked):
+            raise Refused(f"generation {command.generation} has said already where {command.dataset!r} goes on")
+        return  # said again: the answer was lost
+    saved = next((one for one in leased.saved if (one.generation, one.step) == (command.of, command.step)), None)
+    if saved is not None and (saved.samples, saved.checksum) != (trained.count, checksum(trained)):
+        raise Refused(
+            f"dataset {command.dataset!r}: step {command.step} of generation {command.of} was trained on {saved.samples} samples "
+            f"by the words of all its ranks when it was saved, and now {command.node} says other ones, {trained.count}: to go on "
+            "would train samples twice or never; restore an earlier step"
+        )
     spans = trained.pack()
     yield LeasesRestored(group, command.dataset, command.node, command.generation, command.of, command.step, spans)
 

@@ -33,6 +33,8 @@ class Written(NamedTuple):
     places:     number of places whose parts were written by order, because their generation had ended (`Persist.places`);
                 0: the node's own part, because its interval was over
     cut:        what the step has consumed of each dataset (`data.cut`), packed; empty: it says nothing
+    trained:    on how many positions of leased datasets the ranks of these parts were trained (`data.trained.pack_counted`);
+                empty: they do not say it
     """
 
     step: int
@@ -41,6 +43,7 @@ class Written(NamedTuple):
     generation: int = 0
     places: int = 0
     cut: bytes = b""
+    trained: bytes = b""
 
 
 @part(9)
@@ -273,4 +276,6 @@ def _committed(group: str, generation: int, step: int, parts: list[Written], wri
         return None
     size, took_us = sum(one.size for one in parts), max(one.took_us for one in parts)
     cuts = tuple(dict.fromkeys(one.cut for one in parts if one.cut))
-    return CommitCheckpoint(group, generation, step, writers, size, took_us, cuts)
+    return CommitCheckpoint(
+        group, generation, step, writers, size, took_us, cuts, tuple(one.trained for one in parts if one.trained)
+    )

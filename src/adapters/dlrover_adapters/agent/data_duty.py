@@ -176,6 +176,8 @@ class DataDuty:
             one.due_s, one.refused = loop.time() + REGISTER_EVERY_S, refused
             if refused:
                 log.error("what a model was trained on is refused", dataset=one.command.dataset, reason=refused)
+                if self._launcher.data is not None:
+                    self._launcher.data.serve()
 
         one.due_s = math.inf if desk.send(one.command, answered) else loop.time() + REGISTER_EVERY_S
 
@@ -213,6 +215,7 @@ class DataDuty:
         if told := self._told.get(dataset):
             self._check_same(told.terms, self._terms[dataset])
         if not lease.serves(session.generation):
+            self._check_restored(session, dataset)
             return Drawn()
         if lease.finished:
             return Drawn(ended=True)
@@ -224,6 +227,12 @@ class DataDuty:
         if span is None or not lease.left:
             self._wake.set()
         return Drawn(span)
+
+    def _check_restored(self, session: Session, dataset: str) -> None:
+        """Raises `Refused` where the leader refuses the state that this generation goes on from: nothing is ever handed out."""
+        one = self._restoring.get(dataset)
+        if one is not None and one.refused and one.command.generation == session.generation:
+            raise Refused(f"dataset {dataset!r}: the job's master refuses where this generation goes on: {one.refused}")
 
     def acked(self, session: Session, dataset: str, spans: Sequence[Span]) -> None:
         """These were used."""
@@ -261,11 +270,7 @@ class DataDuty:
                 )
             return "the job's master has not registered the dataset yet"
         if self._told[dataset].assignment == MODEL_LEASE and not self._told[dataset].generation:
-            refused = (one := self._restoring.get(dataset)) is not None and one.refused
-            return (
-                refused
-                or "rank 0 has not said yet from which state this generation goes on: call FlashCheckpoint.restore()"
-            )
+            return "rank 0 has not said yet from which state this generation goes on: call FlashCheckpoint.restore()"
         return "other workers have the rest, and have not used it yet"
 
     def gone(self, session: Session, why: str) -> None:

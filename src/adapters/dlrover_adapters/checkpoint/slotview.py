@@ -7,7 +7,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from dlrover_adapters.checkpoint.hashing import digest, digests
-from dlrover_adapters.checkpoint.table import CUT, Item, Table, cut_in, unpack_blob
+from dlrover_adapters.checkpoint.table import CUT, TRAINED, Item, Table, cut_in, unpack_blob
 from dlrover_core.checkpoint.arena import BLOCK_BYTES, PAGE, ArenaBroken, Control, Stamp
 
 if TYPE_CHECKING:
@@ -96,11 +96,20 @@ class SlotView:
         return torch.frombuffer(self.raw(item), dtype=dtype, count=count).view(item.shape)
 
     def objects(self) -> dict[str, bytes]:
-        """What is no tensor, by name, serialised; without the cut. Raises `SlotDamaged` where the blob is damaged."""
+        """What is no tensor, by name, serialised; without what is said of data. Raises `SlotDamaged` for a damaged blob."""
         self._verify_blob()
         found = unpack_blob(self.blob)
         found.pop(CUT, None)
+        found.pop(TRAINED, None)
         return found
+
+    def trained(self) -> bytes:
+        """What the rank was trained on by leases, as `dlrover_core.data.trained.unpack_counted` reads it; empty: it says nothing.
+
+        Raises as `objects`.
+        """
+        self._verify_blob()
+        return unpack_blob(self.blob).get(TRAINED, b"")
 
     def cut(self) -> bytes:
         """How far each dataset is consumed in this state, as `dlrover_core.data.cut.unpack` reads it; empty: it has no position.

@@ -20,6 +20,9 @@ CUT = "data.cut"
 """In a blob, under this name: how far each dataset is consumed, packed by `dlrover_core.data.cut`, and never pickled.
 
 It is the first in the blob, and in no table: on storage it lies in the manifests of the parts."""
+TRAINED = "data.trained"
+"""In a blob, under this name: on how many positions of each leased dataset its rank was trained, by
+`dlrover_core.data.trained.pack_counted`, never pickled, and in no table."""
 
 _CUT_BYTES_MAX = 64 * 1024
 """Of a blob, what is looked at for the cut: more than the name and the largest cut take."""

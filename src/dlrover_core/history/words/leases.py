@@ -48,7 +48,13 @@ def _restored(fact: leases.LeasesRestored) -> str:
     return f"generation {fact.generation} goes on from {state}, and {goes_on}; all others are free"
 
 
+def _saved(fact: leases.LeasesSaved) -> str:
+    many = count(fact.samples, "sample")
+    return f"step {fact.step} of generation {fact.generation} on storage was trained on {many} of {fact.dataset!r}"
+
+
 WORDS: Words = {
+    leases.LeasesSaved: _saved,
     leases.LeasesRestored: _restored,
     leases.LeaseGranted: _granted,
     leases.LeaseAcked: _acked,

@@ -205,8 +205,8 @@ class Orders:
                     raise OSError(f"the copy of step {step} of rank {rank} is not there any more")
                 views.append(view)
             parts, size = storing.write(views, order, self._progress)
-            cut = views[0].cut()
-        return {"parts": parts, "size": size, "cut": cut}
+            cut, trained = views[0].cut(), storing.trained(views)
+        return {"parts": parts, "size": size, "cut": cut, "trained": trained}
 
     def _copied(self, rank: int, generation: int, step: int, layout: int) -> Any:
         from dlrover_adapters.checkpoint.peers import Wanted

@@ -285,8 +285,8 @@ class Storage:
     ) -> None:
         """Have the parts of a state written, and tell so; ``places`` as in `Written`. Raises `Unsaved`."""
         done = await self._order("persist", state, keeping, own, copies)
-        cut = done.get("cut", b"")
-        one = Written(state.step, int(done["size"]), int(done["took_us"]), state.generation, places, cut)
+        said = done.get("cut", b""), done.get("trained", b"")
+        one = Written(state.step, int(done["size"]), int(done["took_us"]), state.generation, places, *said)
         others = [old for old in self.written if _what(old) != _what(one)]
         self.written = [*others, one][-WRITTEN_MAX:]
         self._worked()

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar, cast
 
 from dlrover_adapters.checkpoint.slotview import SlotView
+from dlrover_core.data.trained import added, pack_counted, unpack_counted
+from dlrover_core.errors import SpecError
 
 THREADS_MIN, THREADS_MAX = 2, 4
 """Parts of one node that are written beside each other: two, or one for each four cores, at most four."""
@@ -91,6 +93,18 @@ def write(views: Sequence[SlotView], order: Order, progress: Progress | None = N
 
     sizes = _beside_each_other([functools.partial(one, which) for which in together])
     return len(sizes), sum(sizes)
+
+
+def trained(views: Sequence[SlotView]) -> bytes:
+    """What the ranks of these parts were trained on by leases, added up, as `Written.trained` has it; empty: not said."""
+    said = {view.table.rank: packed for view in views if (packed := view.trained())}
+    if not said:
+        return b""
+    try:
+        sums = added(unpack_counted(packed)[2] for packed in said.values())
+    except SpecError:
+        return b""  # the log knows less; the state itself is as it is
+    return pack_counted(views[0].table.world, len(said), sums)
 
 
 def _beside_each_other(work: Sequence[Callable[[], _T]]) -> list[_T]:

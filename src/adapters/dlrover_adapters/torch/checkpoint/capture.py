@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlrover_adapters.checkpoint.table import CUT, own_name
+from dlrover_adapters.checkpoint.table import CUT, TRAINED, own_name
 from dlrover_core.errors import SpecError
 from dlrover_core.words import first_few
 
@@ -290,9 +290,9 @@ class Capture:
         return vault
 
     def cut(self) -> dict[str, bytes]:
-        """The position in the data, packed, by the name that it has in a blob; empty: there are no datasets."""
-        packed = self.data.cut()
-        return {CUT: packed} if packed else {}
+        """What is said of the data, packed, by the names that it has in a blob; empty: there are no datasets."""
+        said = {CUT: self.data.cut(), TRAINED: self.data.leased.counted()}
+        return {name: packed for name, packed in said.items() if packed}
 
     def own(self, name: str) -> bool:
         """Does only this rank have this object? The others are the same on all ranks."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dlrover_core.data.ranges import Ranges
-from dlrover_core.data.trained import Trained, joined, pack, unpack
+from dlrover_core.data.trained import Trained, counted, joined, pack, pack_counted, unpack
 
 from .nested import Path
 
@@ -100,6 +100,10 @@ class LeasedData:
         """What this rank was trained on."""
         if self._leased:
             yield path_of(self._rank), pack(one.trained for one in self._leased)
+
+    def counted(self) -> bytes:
+        """On how many positions this rank was trained, for the job's log; empty: there is no such dataset."""
+        return pack_counted(1, 1, counted(one.trained for one in self._leased)) if self._leased else b""
 
     def forms(self) -> Iterator[tuple[str, str]]:
         """What has to be the same on all ranks."""
