@@ -222,7 +222,7 @@ JOB_FIELDS = (
     Field("state_dir", _FOLDER, "where logs and sockets live", "~/.local/state/dlrover", option="state_dir", path=True),
     Field("token_file", _FILE, "file with the job's secret", option="token_file", path=True),
     Field("policy", _FILE, "your own numbers for what is done about failures", option="policy", path=True),
-    Field("signatures", _FILE, "failures of your own to be known by", option="signatures", path=True),
+    Field("signatures", _FILE, "signatures of your own failures", option="signatures", path=True),
     Field("check_scripts", Texts(Text("command")), "checks of your own", "[]", option="check_script"),
     Field("check_slow", _LOOKS, "what is done about a node whose check was slow", "report", option="check_slow"),
     Field(

@@ -66,7 +66,7 @@ EXIT_CODES = f"""exit codes:
   {UNREADABLE:<3}  the log or the storage cannot be read: unreachable, damaged, or written by a newer version
   {REFUSED:<3}  refused: as the job stands, it cannot do what was asked
   {NO_MASTER:<3}  no master leads the job, or it cannot be asked: network, token
-  {LATE:<3}  asked, but not so within --timeout
+  {LATE:<3}  accepted, but not carried out within --timeout
   {usage.EX_LATER:<3}  no process or thread can be started: a limit is reached; master: the job was handed over,
        or the log's servers do not answer now: start it again
   {INTERRUPTED:<3}  interrupted by Ctrl-C

@@ -126,7 +126,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
         "--wait",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="return when it is so, not when it is asked for (default for stop)",
+        help="return once it is carried out, or once the log has the request (default: stop waits, others do not)",
     )
 
 

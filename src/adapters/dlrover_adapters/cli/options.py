@@ -144,13 +144,13 @@ def _tls(ours: argparse._ArgumentGroup) -> None:
     for name, text in (
         (
             "cert",
-            "certificate (PEM) that masters show, and its intermediate CAs; agents dial a name that it names. On every host: "  # noqa: ISC004
-            "what savers show each other; a host with --tls-ca and without it keeps no copies of others' states, nor has any",
+            "this host's certificate and its intermediate CAs (PEM). Masters show it to agents, which dial a name that it has; "  # noqa: ISC004
+            "savers show it to each other. A host with --tls-ca alone keeps no copies for other hosts, and gets none kept",
         ),
         ("key", "its private key, if that is not in the same file"),
         (
             "ca",
-            "CA (PEM) that masters are checked by, and other hosts' savers; with it all hosts encrypt what they say",
+            "CA (PEM) by which this host checks masters and other hosts' savers; hosts that have it encrypt what they send",
         ),
     ):
         ours.add_argument(f"--tls-{name}", action=Given, default=None, metavar="FILE", help=text)
@@ -172,7 +172,7 @@ def _policy(ours: argparse._ArgumentGroup) -> None:
         action=Given,
         choices=ON_JOIN,
         default="restart",
-        help="a late node lets a smaller world restart (with FlashCheckpoint: without loss); planned: only so; never: it waits",
+        help="a node that comes late restarts a smaller world; planned: only at a step boundary; never: the next restart adds it",
     )
     ours.add_argument(
         "--relaunch-max",
@@ -204,21 +204,21 @@ def _policy(ours: argparse._ArgumentGroup) -> None:
         choices=("report", "replace"),
         default="report",
         help="what is done about a rank that computes slower than it did: only say so (default), or replace its node once "
-        "it has cost as much as that",
+        "it has cost as much time as a replacement takes",
     )
     ours.add_argument(
         "--signatures",
         action=Given,
         default=None,
         metavar="FILE.toml",
-        help="failures of your own to be known by, beside those of 'dlrover signatures' (docs/diagnosis.md)",
+        help="signatures of your own failures, beside those of 'dlrover signatures' (docs/diagnosis.md)",
     )
     ours.add_argument(
         "--policy",
         action=Given,
         default=None,
         metavar="FILE",
-        help="TOML with your own numbers for what is done about failures, and a hook; a name it does not have lists all it has",
+        help="TOML with your own numbers for what is done about failures, and a hook; an unknown name prints all names",
     )
     ours.add_argument(
         "--set",
@@ -226,7 +226,7 @@ def _policy(ours: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="NAME=SECONDS",
         help="a duration of the job's spec: stop_grace_s=60, or hung_s=5 (a process of ours that does not answer for so long is "
-        "killed and replaced; 0: never); a name it does not have lists all it has",
+        "killed and replaced; 0: never); an unknown name prints all names",
     )
 
 
@@ -300,7 +300,7 @@ def _places(ours: argparse._ArgumentGroup) -> None:
         action=Given,
         default=None,
         metavar="NAME",
-        help="the job's name; a new run of an old name forgets nothing (default: --rdzv-id, or made from the script's)",
+        help="the job's name; a new run continues that name's history (default: --rdzv-id, or made from the script's)",
     )
     run_flags.owned(ours)
     ours.add_argument(

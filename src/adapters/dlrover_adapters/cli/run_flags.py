@@ -25,8 +25,8 @@ def owned(group: argparse._ArgumentGroup) -> None:
         action=Given,
         default=None,
         metavar="NAME",
-        help="the run's name, from its owner: started again under the same name, masters go on with it (default: $DLROVER_RUN, "
-        "else a new run)",
+        help="the run's name, which its owner gives: masters that are started again with that name go on with the run (default: "
+        "$DLROVER_RUN, else a new run)",
     )
 
 
