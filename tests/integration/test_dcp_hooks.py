@@ -221,6 +221,9 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.nightly(
+    reason="two ranks that save and load, and test_flash_ddp.py, whose rank is killed, stand for it in make test"
+)
 def test_a_killed_worker_loads_from_memory(used: ModuleType, tmp_path: Path) -> None:
     """On two nodes a worker is killed, and its successors load the newest step from the agents' memory, also from each other's.
 

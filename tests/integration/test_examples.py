@@ -67,7 +67,9 @@ def test_ddp_digits_learns_the_same_under_both_launchers(tmp_path: Path) -> None
     assert curve == (tmp_path / "theirs.curve").read_text()
 
 
-@pytest.mark.nightly(reason="the transformer that goes on in another world, below, stands for it in make test")
+@pytest.mark.nightly(
+    reason="test_flash_checkpoint_loses_almost_nothing, which goes on from a checkpoint, stands for it in make test"
+)
 def test_ddp_digits_goes_on(tmp_path: Path) -> None:
     """Run again it goes on, not anew."""
     words = ["--nproc-per-node", "2", str(TORCH / "ddp_digits.py"), "--checkpoint", "ours.pt", "--curve"]
@@ -124,6 +126,9 @@ def losses(said: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss ([0-9.]+)$", said, re.MULTILINE)}
 
 
+@pytest.mark.nightly(
+    reason="FSDP2 ranks whose states another world restores, test_restore_ranks.py, stand for it in make test"
+)
 def test_fsdp2_learns_a_text_and_any_world_size_goes_on(tmp_path: Path) -> None:
     """Two ranks learn Python's own manual; one rank goes on where two stopped, with their loss."""
     script, place = str(TORCH / "fsdp2_tiny_transformer.py"), ("--checkpoint", "tiny", "--batch", "8")
@@ -139,7 +144,9 @@ def test_fsdp2_learns_a_text_and_any_world_size_goes_on(tmp_path: Path) -> None:
     assert abs(second[31] - first[30]) < 0.6, (first, second)
 
 
-@pytest.mark.nightly(reason="the text that it has anyway stands for it in make test, just above")
+@pytest.mark.nightly(
+    reason="FSDP2 ranks whose states another world restores, test_restore_ranks.py, stand for it in make test"
+)
 def test_fsdp2_learns_any_text(tmp_path: Path) -> None:
     """A text given by path is another one than that which it has anyway."""
     script, place = str(TORCH / "fsdp2_tiny_transformer.py"), ("--batch", "8", "--steps", "3")
@@ -193,6 +200,9 @@ def test_it_survives_everything(tmp_path: Path) -> None:
     assert said.endswith("Survived everything: the same curve, bit for bit\n")
 
 
+@pytest.mark.nightly(
+    reason="groups that find each other, test_addresses.py and test_job_groups.py, stand for it in make test"
+)
 def test_trainers_and_rollouts_learn_together(tmp_path: Path) -> None:
     """The job file as it is, with fewer steps: rollout workers find the trainers, which learn the rule from what they send."""
     text = (TORCH / "trainers_and_rollouts.toml").read_text()

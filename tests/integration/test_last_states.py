@@ -34,6 +34,7 @@ def told(folder: Path, rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly(reason="the same in a run of the campaign, test_campaign_ends.py, stands for it in make test")
 def test_a_rank_that_closes_while_anothers_part_is_written_loses_no_state(tmp_path: Path) -> None:
     """An undisturbed job: one rank closes at once, the other while 128 MiB of the first's are on their way to storage."""
     with ending(tmp_path, "late") as job:

@@ -44,7 +44,9 @@ def shown(job: Job) -> dict[str, Any]:
     return dict(row)
 
 
-@pytest.mark.parametrize("loaders", [0, 2])
+@pytest.mark.parametrize(
+    "loaders", [pytest.param(0, marks=pytest.mark.nightly(reason="loader processes stand for it in make test")), 2]
+)
 def test_each_index_once_and_the_fast_one_more(tmp_path: Path, loaders: int) -> None:
     """Nobody dies: each index is used once, whatever the loader reads ahead; the slow worker leaves most of them to the other."""
     size = 240

@@ -133,6 +133,9 @@ print(newest and pathlib.Path(newest).name, *(one.hex() for one in model.losses)
 """
 
 
+@pytest.mark.nightly(
+    reason="a fit that goes on where it was saved, and test_flash_ddp.py, whose rank is killed, stand for it in make test"
+)
 def test_a_killed_worker_goes_on_from_memory(small: ModuleType, tmp_path: Path) -> None:
     """A worker is killed and no file is there: its successor goes on from the agent's memory, with the undisturbed losses."""
     script = tmp_path / "killed.py"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.matrix.cells import cells, controls, named, run
 
-CHOSEN = ("fp32_masters-1-restart", "same_name-1-restart")
-MORE = ("fsdp2-1-evaluation", "fp32_masters-1-other_world", "per_rank-2-node")
+CHOSEN = ("same_name-1-restart",)
+MORE = ("fp32_masters-1-restart", "fsdp2-1-evaluation", "fp32_masters-1-other_world", "per_rank-2-node")
 AT_ONCE = 2
 
 pytestmark = pytest.mark.timeout(300)
@@ -22,17 +22,18 @@ pytestmark = pytest.mark.timeout(300)
         pytest.param(
             MORE,
             marks=pytest.mark.nightly(
-                reason="test_restore_ranks.py (FSDP2, another world) and test_own_objects.py stand for them in make test"
+                reason="test_flash_ddp.py and tests/unit/test_masters.py (fp32 masters), test_restore_ranks.py (FSDP2, "
+                "another world) and test_own_objects.py stand for them in make test"
             ),
         ),
     ],
     ids=["chosen", "more"],
 )
 def test_disturbed_jobs_equal_undisturbed_ones(tmp_path: Path, names: tuple[str, ...]) -> None:
-    """A rank with fp32 masters is killed, and plain shards of one name are refused.
+    """Plain shards of one name are refused.
 
-    And more of them: FSDP2 is killed after an evaluation, fp32 masters are restored from storage in a world of another size, a
-    node whose ranks have objects of their own is lost.
+    And more of them: a rank with fp32 masters is killed, FSDP2 after an evaluation; fp32 masters are restored from storage in a
+    world of another size, a node whose ranks have objects of their own is lost.
     """
     chosen = [named(one) for one in names]
     controls([one.row.kind for one in chosen if not one.row.words], tmp_path / "controls")

@@ -379,6 +379,9 @@ def _until(true: Any) -> None:
         assert time.monotonic() < until
 
 
+@pytest.mark.nightly(
+    reason="the last death in test_a_killed_worker_restarts_all_until_its_budget_is_spent stands for it in make test"
+)
 def test_a_failing_script_ends_all_with_torchs_own_summary(stage: Stage) -> None:
     """No restarts: the others have a moment to fail by themselves, as workers in a collective do."""
     runs = {node: stage.run(node, restarts=0) for node in "ab"}
