@@ -23,18 +23,31 @@ RELATIVE = 1e-12
     ("kind", "steps", "worlds"),
     [
         pytest.param(
-            "ddp", 200, WORLDS, marks=pytest.mark.nightly(reason="fewer steps and worlds stand for it by day")
+            "ddp",
+            200,
+            WORLDS,
+            marks=pytest.mark.nightly(reason="fewer steps and worlds, with measured costs, stand for it by day"),
         ),
         pytest.param(
-            "fsdp", 200, WORLDS, marks=pytest.mark.nightly(reason="fewer steps and worlds stand for it by day")
+            "fsdp",
+            200,
+            WORLDS,
+            marks=pytest.mark.nightly(reason="fewer steps and worlds, with measured costs, stand for it by day"),
         ),
-        ("ddp", 42, ("1", "3", "4-2-3")),
+        pytest.param(
+            *("ddp", 42, ("1", "3", "4-2-3")),
+            marks=pytest.mark.nightly(
+                reason="the same with quotas by measured cost, below, stands for it in make test"
+            ),
+        ),
         ("measured", 24, ("1", "3-2")),
         pytest.param(
             "fsdp",
             30,
             ("1", "2-3"),
-            marks=pytest.mark.nightly(reason="DDP, above, and the FSDP ranks of test_planned_changes.py stand for it"),
+            marks=pytest.mark.nightly(
+                reason="DDP with measured costs, and the FSDP ranks of test_planned_changes.py, stand for it by day"
+            ),
         ),
     ],
 )

@@ -94,6 +94,7 @@ def test_flash_checkpoint_loses_almost_nothing(tmp_path: Path) -> None:
     assert len({tuple(one) for one in curve}) == 80
 
 
+@pytest.mark.nightly(reason="test_elastic_data.py, with a killed worker and a resize, stands for it in make test")
 def test_elastic_data_counts_each_sample_once(tmp_path: Path) -> None:
     """A worker that kills itself changes nothing: each sample is once in each epoch of what all ranks wrote down."""
     words = (str(TORCH / "elastic_data.py"), "--folder", "data", "--die-at", "25")

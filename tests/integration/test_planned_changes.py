@@ -331,6 +331,9 @@ def test_a_rank_killed_at_the_boundary_costs_what_a_failure_costs(tmp_path: Path
         assert job.left() == []
 
 
+@pytest.mark.nightly(
+    reason="stories of suspended jobs in tests/chaos/test_operations.py, and here a drained node, stand for it in make test"
+)
 def test_suspended_without_nodes_it_goes_on_with_the_next_step(tmp_path: Path) -> None:
     """All ranks save at a boundary, that is written, the node and its agent go; resumed, a new one goes on: no step is lost."""
     env = {"STATES_URL": f"file://{tmp_path / 'states'}"}
