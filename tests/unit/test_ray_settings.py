@@ -124,6 +124,13 @@ This process on node 10.0.0.2 was started with:
 """
 
 
+UNKNOWN_TOKEN = (
+    "RPC error: InvalidAuthToken: Authentication token is missing or incorrect. Ensure that the token for the cluster is "
+    "available in a local file (e.g., ~/.ray/auth_token or via RAY_AUTH_TOKEN_PATH) or as the `RAY_AUTH_TOKEN` environment "
+)
+"""As Ray 2.60 said it."""
+
+
 @pytest.mark.parametrize(
     ("error", "words", "permanent"),
     [
@@ -136,6 +143,11 @@ This process on node 10.0.0.2 was started with:
         (RuntimeError("Can't find a `node_ip_address.json` file from /tmp/ray/s"), "ray start --address=h:6379", True),
         (RuntimeError("Ray 2.61.0 has no GlobalState.get_draining_nodes"), "install Ray 2.58 to 2.60", True),
         (RuntimeError("Unauthenticated: RAY_AUTH_MODE"), "RAY_AUTH_TOKEN", True),
+        (
+            RuntimeError(UNKNOWN_TOKEN),
+            "(RPC error: InvalidAuthToken: Authentication token is missing or incorrect): set",
+            True,
+        ),
         (ValueError("Invalid Ray address: 'http://h:8265'. It looks like"), "name its head as HOST:6379", True),
         (ValueError("Invalid address format: garbage"), "name its head as HOST:6379", True),
         (ValueError("Unable to parse port number from x (full address = h:x)"), "name its head as HOST:6379", True),

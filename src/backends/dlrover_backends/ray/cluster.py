@@ -19,7 +19,7 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dlrover_backends.ray import fencing, names, private
+from dlrover_backends.ray import fencing, names, private, settings
 from dlrover_backends.ray.deletions import Deletions
 from dlrover_backends.ray.keeper import ORDERS, Keeper
 from dlrover_backends.ray.names import Run
@@ -108,6 +108,7 @@ class Cluster:
         os.environ.setdefault(
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
         )  # said anew by the release; silences its warning
+        private.authenticate(settings.address_of(address))
         ray.init(
             address=address or "auto",
             namespace=self.run.space,

@@ -77,8 +77,8 @@ def of_connect(error: BaseException, address: str) -> Fault:
         )
     if "RAY_AUTH" in text or "nauthenticated" in text or "token authentication" in text.lower():
         return Fault(
-            f"{where} does not take this token ({text[:TEXT_MAX]}): set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as the cluster "
-            "has them",
+            f"{where} does not take this token ({text.partition('. ')[0][:TEXT_MAX]}): set RAY_AUTH_MODE=token and "
+            "RAY_AUTH_TOKEN as the cluster has them, or RAY_AUTH_TOKEN_PATH",
             permanent=True,
         )
     if "Can't find a `node_ip_address.json`" in text or "matching Raylet" in text or "node_ip_address" in text:

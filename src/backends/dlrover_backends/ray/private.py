@@ -36,6 +36,23 @@ def missing() -> str:
     return ""
 
 
+def authenticate(address: str) -> None:
+    """Raise Ray's `AuthenticationError` where the cluster does not take this process's token.
+
+    Its `init` tries again for twenty seconds, and may end the process without a word. ``address``: empty, the one of this host.
+    """
+    from ray._private.utils import read_ray_address
+    from ray._raylet import GcsClient
+
+    address = address or read_ray_address() or ""
+    try:
+        if address:
+            GcsClient(address=address)
+    except Exception as error:
+        if type(error).__name__ == "AuthenticationError":
+            raise
+
+
 def actors(prefix: str) -> list[Actor]:
     """All actors, dead ones too, whose Ray namespace begins so; the state service keeps the last 100,000 dead ones."""
     from google.protobuf import json_format
