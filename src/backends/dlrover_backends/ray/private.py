@@ -42,7 +42,7 @@ def authenticate(address: str) -> None:
     Its `init` tries again for twenty seconds, and may end the process without a word. ``address``: empty, the one of this host.
     """
     from ray._private.utils import read_ray_address
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
 
     address = address or read_ray_address() or ""
     try:
