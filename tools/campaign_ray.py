@@ -10,6 +10,8 @@ no process of it.
 One cluster serves many seeds, each a job in a namespace of its own; its state is on disk (RocksDB).
 
     python -m tools.campaign_ray SEED [SEED ...]    these trials, in words
+
+The files of a trial that breaks a promise stay in a folder that it names.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -389,11 +392,25 @@ class Grounds:
         with contextlib.ExitStack() as stack:
             stack.push(one.stack)
             with tempfile.TemporaryDirectory(prefix="ray-seeds-") as folder:
-                found = Trial(one.ground, Path(folder), drawn(seed), patience).run()
+                try:
+                    found = Trial(one.ground, Path(folder), drawn(seed), patience).run()
+                except AssertionError as error:
+                    raise AssertionError(
+                        f"{_kept(seed, Path(folder), one.ground.folder)} has its files: {error}"
+                    ) from error
             if one.served + 1 < SEEDS_OF_A_CLUSTER:
                 stack.pop_all()
                 self._free.append(one._replace(served=one.served + 1))
         return found
+
+
+def _kept(seed: int, job: Path, cluster: Path) -> Path:
+    """Where the files of a broken trial are from now on: the job's, and the logs of Ray."""
+    kept = Path(tempfile.mkdtemp(prefix=f"ray-seeds-broken-{seed}-"))
+    for folder, name in ((job, "job"), (cluster / "ray" / "session_latest" / "logs", "ray")):
+        with contextlib.suppress(OSError):  # of sockets
+            shutil.copytree(folder, kept / name, symlinks=True)
+    return kept
 
 
 def _new_ground() -> _Ground:

@@ -24,10 +24,10 @@ START_S, ORDER_S = 90.0, 60.0
 
 
 class RayGround:
-    """A running cluster. ``address``: of its state service; ``hosts``: ids of its raylets."""
+    """A running cluster. ``address``: of its state service; ``hosts``: ids of its raylets; ``folder``: where its files are."""
 
-    def __init__(self, orders: TextIO, answers: TextIO) -> None:
-        self._orders, self._answers = orders, answers
+    def __init__(self, orders: TextIO, answers: TextIO, folder: Path) -> None:
+        self._orders, self._answers, self.folder = orders, answers, folder
         told = self._heard(START_S)
         self.pid, self.address, self.hosts = int(told["pid"]), str(told["address"]), list(told["hosts"])
 
@@ -74,7 +74,7 @@ def ray_ground(*hosts: dict[str, Any], env: Mapping[str, str] = MappingProxyType
     pid = 0
     try:
         child.wait()
-        ground = RayGround(child.stdin, child.stdout)
+        ground = RayGround(child.stdin, child.stdout, Path(folder))
         pid = ground.pid
         yield ground
     finally:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from tools import campaign_ray
 from tools.campaign_ray import KINDS, MEANWHILE, NODES, Blow, Grounds, Plan, drawn
 from tools.trials import Patience
 
@@ -28,6 +31,21 @@ def made_grounds() -> Iterator[Grounds]:
 def test_every_seed_ends_right(grounds: Grounds, seed: int) -> None:
     """No rank twice at any time, one chain of steps, the launches that the blows explain, and nothing left at the end."""
     grounds.trial(seed, Patience())
+
+
+def test_files_of_a_broken_trial_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the job has said, and Ray's logs; sockets are left out."""
+    monkeypatch.setattr(campaign_ray.tempfile, "mkdtemp", lambda prefix: str(tmp_path / prefix))
+    logs = tmp_path / "cluster" / "ray" / "session_latest" / "logs"
+    for folder in (tmp_path / "job", logs):
+        folder.mkdir(parents=True)
+        (folder / "said").write_text("words")
+    monkeypatch.chdir(tmp_path / "job")
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind("socket")
+        kept = campaign_ray._kept(7, tmp_path / "job", tmp_path / "cluster")
+    assert [(kept / name / "said").read_text() for name in ("job", "ray")] == ["words", "words"]
+    assert kept.name == "ray-seeds-broken-7-"
 
 
 def test_plans_are_the_seeds() -> None:
