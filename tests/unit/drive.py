@@ -41,7 +41,12 @@ def spec_of(*, groups: tuple[GroupSpec, ...] = (), **settings: Any) -> JobSpec:
 
 
 class Drive:
-    """An engine with its job created. Times are seconds after the job's beginning."""
+    """An engine with its job created. Times are seconds after the job's beginning.
+
+    ``looks``: compare what should be true before and after each command with whether it levels; half of a long play's time.
+    """
+
+    looks = True
 
     def __init__(self, *, numbered: bool = False, **settings: Any) -> None:
         self.spec = spec_of(**settings)
@@ -75,7 +80,7 @@ class Drive:
 
     def _wanted(self) -> Desired | None:
         """What should be true now; None where that is not looked at: time alone ends quarantines, and large jobs take long."""
-        small = self.state.job.run and len(self.state.nodes.nodes) <= LOOKED_AT_MAX
+        small = self.looks and self.state.job.run and len(self.state.nodes.nodes) <= LOOKED_AT_MAX
         return desired(self.state) if small and not self.state.hosts.hosts else None
 
     def say(self, command: Any) -> Reply:

@@ -2,6 +2,8 @@
 
 leasing.py SIZE LOADERS MICRO PACES        PACES: seconds that a batch takes, by rank, as 0.01,0.03
 
+Nobody draws before all ranks run: on a busy machine one of them starts many seconds later, and would find little left.
+
 With $POISON two samples are poison: to fetch `RAISES` raises, and a batch with `KILLS` ends its worker by SIGKILL.
 """
 
@@ -28,6 +30,13 @@ def sample(index: int) -> torch.Tensor:
     return torch.tensor(index)
 
 
+def wait_for_all(folder: Path) -> None:
+    """Until each rank has a file. A test bounds it, as it bounds the job."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    while len({path.name.split("-")[1] for path in folder.glob("used-*")}) < ranks:
+        time.sleep(0.02)
+
+
 def main() -> None:
     """Use everything."""
     size, loaders, micro, paces = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4].split(",")
@@ -36,6 +45,7 @@ def main() -> None:
     data = ElasticDataset("eval", size=size, fetch=sample, seed=7, micro_batch=micro, assign="lease", lineage="server")
     loader = DataLoader(data, batch_size=None, num_workers=loaders)
     with (folder / f"used-{rank}-{os.getpid()}").open("a", buffering=1) as out:
+        wait_for_all(folder)
         for batch in data.over(loader):
             if KILLS in batch and "POISON" in os.environ:
                 os.kill(os.getpid(), signal.SIGKILL)
