@@ -32,6 +32,9 @@ campaigns:
   data_kills
            200 real jobs that train on an ElasticDataset; workers, agents and masters are killed, the job is scaled; the samples
            that entered the steps of the lineage must be an undisturbed job's, and the audit's; about an hour
+  lease_kills
+           200 real jobs that lease samples, two of three with a model; workers, agents and masters are killed, the job is
+           scaled; each sample is in the model once, or is used, twice only where the log says so; an hour and a half
   kafka_kills
            50 real jobs that train from a topic of a real broker; workers, agents and masters are killed, the broker is stopped
            for a while; each message is in the lineage once, and the audit proves it; about twenty minutes
@@ -161,6 +164,12 @@ def _data_kills(seed: int) -> dict[str, Any]:
     return trial(seed)
 
 
+def _lease_kills(seed: int) -> dict[str, Any]:
+    from tools.campaign_leases import trial
+
+    return trial(seed)
+
+
 def _kafka_kills(seed: int) -> dict[str, Any]:
     from tools.campaign_kafka import trial
 
@@ -206,6 +215,7 @@ CAMPAIGNS: dict[str, tuple[Trial, int]] = {
     "data_seeds": (_data_seeds, 10_000),
     "lease_seeds": (_lease_seeds, 10_000),
     "data_kills": (_data_kills, 200),
+    "lease_kills": (_lease_kills, 200),
     "kafka_kills": (_kafka_kills, 50),
     "queue_seeds": (_queue_seeds, 10_000),
     "k8s_seeds": (_k8s_seeds, 500),

@@ -56,7 +56,8 @@ def main(size: str, url: str, loaders: str, paces: str, dies: str) -> None:
     rank, folder = int(os.environ["RANK"]), Path(os.environ["FOLDER"])
     first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     dist.init_process_group("gloo")
-    trainer = Trainer(int(size), [float(one) for one in paces.split(",")][rank])
+    pace = paces.split(",")
+    trainer = Trainer(int(size), float(pace[rank % len(pace)]))
     data = ElasticDataset(
         "train", size=int(size), epochs=EPOCHS, fetch=sample, seed=7, micro_batch=MICRO, assign="lease", lineage="model"
     )
@@ -74,6 +75,8 @@ def main(size: str, url: str, loaders: str, paces: str, dies: str) -> None:
         data.step()
         trainer.average()
         ckpt.step(step)
+        if rank == 0:
+            (folder / "round").write_text(str(step))
         more = torch.tensor([float(batch is not nothing)])
         dist.all_reduce(more, dist.ReduceOp.MAX)
     if rank == 0:
