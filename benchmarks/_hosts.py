@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from _bench import say
-from _jobs import BEST, LIMIT_S, OURS, OWN_STORE, Broken, Job, Line
+from _jobs import BEST, LIMIT_S, OURS, OWN_STORE, Broken, Job, Line, kept
 
 AS_IT_COMES = "keep-alive 5 s x 3, as it comes; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which nobody joins later"
 AT_ITS_BEST = "keep-alive 1 s x 3, --shutdown-timeout 1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
@@ -68,18 +65,11 @@ class Hosts(Job):
 
 @contextlib.contextmanager
 def hosts(launcher: str, arguments: Sequence[str], nnodes: str, count: int, conf: str) -> Iterator[Hosts]:
-    """A job on so many hosts, in a folder that is removed."""
-    folder = Path(tempfile.mkdtemp(prefix="dlb-"))
-    job = Hosts(launcher, folder, arguments, nnodes, conf)
-    try:
-        for _ in range(count):
+    """A job on so many hosts."""
+    with kept(lambda folder: Hosts(launcher, folder, arguments, nnodes, conf)) as job:
+        for _ in range(count - 1):
             job.start()
         yield job
-    finally:
-        left = job.end()
-        shutil.rmtree(folder, ignore_errors=True)
-        if left:
-            say(f"{launcher} left {len(left)} processes behind, killed now: {'; '.join(left)}")
 
 
 def all_step(lines: Sequence[Line], before: set[int], ranks: int) -> float:

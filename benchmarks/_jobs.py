@@ -15,7 +15,7 @@ import time
 import venv
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from _bench import HERE, say
 
@@ -171,6 +171,9 @@ class Job:
         return []
 
 
+Run = TypeVar("Run", bound=Job)
+
+
 @contextlib.contextmanager
 def running(
     launcher: str, arguments: Sequence[str], launch: Sequence[str] = (), script: Path = SCRIPT
@@ -181,7 +184,7 @@ def running(
 
 
 @contextlib.contextmanager
-def kept(make: Callable[[Path], Job]) -> Iterator[Job]:
+def kept(make: Callable[[Path], Run]) -> Iterator[Run]:
     """A job that ``make`` makes in a folder, running; both are gone at the end."""
     folder = Path(tempfile.mkdtemp(prefix="dlb-"))
     try:

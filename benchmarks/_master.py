@@ -16,7 +16,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,10 +85,11 @@ def main() -> int:
 async def serve(chosen: argparse.Namespace) -> None:
     """Lead until told to end."""
     import structlog
+    from _leading import leading
 
     from dlrover_adapters.cli.collector import settle
     from dlrover_adapters.http import HttpListener, bind
-    from dlrover_core import GroupSpec, JobSpec, Master, open_log
+    from dlrover_core import GroupSpec, JobSpec, open_log
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     settle()  # as a master's process does
@@ -100,23 +100,11 @@ async def serve(chosen: argparse.Namespace) -> None:
     )
     async with open_log(chosen.log) as log:
         listener = HttpListener(bind(), os.environ["DLROVER_TOKEN"])
-        master = Master(
-            spec,
-            event_log=log,
-            listener=listener,
-            backend=None,
-            wall=lambda: time.time_ns() // 1000,
-            holder="bench",
-            run_id="run-1",
-        )
-        running = asyncio.ensure_future(master.run())
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
-        leads = asyncio.ensure_future(master.led.wait())
-        await asyncio.wait({running, leads}, return_when=asyncio.FIRST_COMPLETED)
-        leads.cancel()
-        print(listener.address if not running.done() else "", flush=True)
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
+        stopped = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+        async with leading(spec, log, listener):
+            print(listener.address, flush=True)
+            await stopped.wait()
 
 
 if __name__ == "__main__":

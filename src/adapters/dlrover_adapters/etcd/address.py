@@ -11,9 +11,9 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import parse_qs, unquote
 
 from dlrover_core.errors import SpecError
+from dlrover_core.logs import urls
 
 PORT = 2379
 PORT_DIGITS_MAX = 5
@@ -63,7 +63,7 @@ def parse(url: str) -> Address:
     endpoints = tuple(dict.fromkeys(_endpoint(url, one) for one in parts["hosts"].split(",")))
     if parts["fragment"]:
         raise SpecError("log", f"{_shown(url)!r}: a '#' has no meaning here; write %23 for one in a name")
-    options = _options(parts["query"] or "")
+    options = urls.options(parts["query"] or "", OPTIONS)
     user, password = _credentials(parts["who"] or "", options.get("password_file", ""))
     if bool(options.get("cert")) != bool(options.get("key")):
         raise SpecError("log", "a client certificate needs both, ?cert=FILE&key=FILE")
@@ -72,7 +72,7 @@ def parse(url: str) -> Address:
             _read(name, options[name])
     return Address(
         endpoints=endpoints,
-        prefix=_prefix(_unquoted("prefix", parts["path"] or "")),
+        prefix=_prefix(urls.unquoted("prefix", parts["path"] or "")),
         user=user,
         password=password,
         cacert=options.get("cacert", ""),
@@ -86,7 +86,7 @@ def parse(url: str) -> Address:
 def _credentials(who: str, password_file: str) -> tuple[str, str]:
     """User and password, the latter from the URL, a file or the environment."""
     name, colon, secret = who.partition(":")
-    user, password = _unquoted("user", name), _unquoted("password", secret)
+    user, password = urls.unquoted("user", name), urls.unquoted("password", secret)
     if colon and password_file:
         raise SpecError("log", "a password and a password_file are given: leave one of them out")
     if (colon or password_file) and not user:
@@ -98,26 +98,6 @@ def _credentials(who: str, password_file: str) -> tuple[str, str]:
     if user and not password:
         raise SpecError("log", f"user {user!r} needs a password: set {PASSWORD}, or ?password_file=FILE")
     return user, password
-
-
-def _unquoted(part: str, text: str) -> str:
-    try:
-        return unquote(text, errors="strict")
-    except UnicodeDecodeError as error:
-        raise SpecError("log", f"the {part} is not UTF-8 behind its '%' signs") from error
-
-
-def _options(query: str) -> dict[str, str]:
-    try:
-        found = parse_qs(query, keep_blank_values=True, strict_parsing=bool(query))
-    except ValueError as error:
-        raise SpecError("log", "what follows the '?' is not OPTION=VALUE&OPTION=VALUE") from error
-    for name, values in found.items():
-        if name not in OPTIONS:
-            raise SpecError("log", f"?{name} is not known; there are: {', '.join(OPTIONS)}")
-        if len(values) != 1 or not values[0]:
-            raise SpecError("log", f"?{name} needs one value")
-    return {name: values[0] for name, values in found.items()}
 
 
 def _endpoint(url: str, text: str) -> str:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from urllib.parse import parse_qs, quote, unquote
+from urllib.parse import parse_qs, quote
 
 from dlrover_adapters.http import token as tokens
 from dlrover_core.errors import SpecError
+from dlrover_core.logs import urls
 
 PORT, PROXY_PORTS = 29400, {"http": 80, "https": 443}
 PROXY_AUTHORIZATION = "DLROVER_PROXY_AUTHORIZATION"
@@ -70,17 +71,13 @@ def parse(url: str) -> Address:
     scheme = parts["scheme"].lower()
     prefix, _, job = (parts["path"] or "").rstrip("/").rpartition("/")
     port = PROXY_PORTS[scheme] if prefix else PORT
-    options = _options(parts["query"] or "")
+    options = urls.options(parts["query"] or "", OPTIONS)
     if options.get("cacert") and scheme == "http":
         raise SpecError("log", "?cacert is for https://")
-    try:
-        name = unquote(job, errors="strict")
-    except UnicodeDecodeError as error:
-        raise SpecError("log", "the job's name is not UTF-8 behind its '%' signs") from error
     return Address(
         scheme,
         tuple(dict.fromkeys(_endpoint(one, port) for one in parts["hosts"].split(","))),
-        name,
+        urls.unquoted("job's name", job),
         prefix,
         options.get("cacert", ""),
         tokens.load_token(os.environ, options.get("token_file")),
@@ -95,7 +92,7 @@ def job_of(url: str) -> str:
 
 def options_of(url: str) -> dict[str, str]:
     """The options of a URL. Raises `SpecError`."""
-    return _options(url.partition("?")[2])
+    return urls.options(url.partition("?")[2], OPTIONS)
 
 
 def with_options(url: str, **options: str) -> str:
@@ -112,19 +109,6 @@ def _endpoint(text: str, port: int) -> str:
     if found is None or not 0 < int(found["port"] or port) < 2**16:
         raise SpecError("log", f"{text!r} is not HOST:PORT, or [IPV6]:PORT; say {FORM}")
     return f"{found['host']}:{int(found['port'] or port)}"
-
-
-def _options(query: str) -> dict[str, str]:
-    try:
-        found = parse_qs(query, keep_blank_values=True, strict_parsing=bool(query))
-    except ValueError as error:
-        raise SpecError("log", "what follows the '?' is not OPTION=VALUE&OPTION=VALUE") from error
-    for name, values in found.items():
-        if name not in OPTIONS:
-            raise SpecError("log", f"?{name} is not known; there are: {', '.join(OPTIONS)}")
-        if len(values) != 1 or not values[0]:
-            raise SpecError("log", f"?{name} needs one value")
-    return {name: values[0] for name, values in found.items()}
 
 
 def _shown(url: str) -> str:
