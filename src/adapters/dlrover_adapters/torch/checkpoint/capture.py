@@ -141,7 +141,7 @@ class Capture:
         for source in self._sources:
             if isinstance(source, ModelSource):
                 source.reshard()
-        if self._chunks is None or not self._unchanged():
+        if self.tensors_changed():
             self._walk()
         assert self._chunks is not None
         return self._chunks
