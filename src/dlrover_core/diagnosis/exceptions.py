@@ -21,6 +21,8 @@ from typing import NamedTuple
 # Bounds: a message longer than this is cut, and so many foreign lines may stand between a traceback's lines; between two
 # exceptions of one knot fewer, for a traceback may have been cut off. So many tracebacks may be open at once.
 MESSAGE_LINES_MAX, FOREIGN_MAX, BETWEEN_MAX, CHAIN_MAX, OPEN_MAX = 60, 40, 10, 32, 64
+# Of a traceback without its head so many lines are looked at.
+FRAMES_MAX = 200
 # A word that may be an exception's type is none where frames go on within so many lines.
 FRAMES_GO_ON = 3
 
@@ -287,7 +289,8 @@ def _all(lines: Sequence[str], own: frozenset[int]) -> Iterator[list[list[Raised
         start = _START.match(line)
         java = _JAVA_AT.match(lines[number + 1]) if number + 1 < len(lines) and not start else None
         if start is None and java is None:
-            headless = after >= 0 and number - after <= 3 and holds and _FRAME.match(line)
+            framed = _FRAME.match(line) is not None
+            headless = framed and (_cut(lines, number) or (after >= 0 and number - after <= 3 and holds))
             remote = _REMOTE.match(line)
             if remote is not None:
                 yield [
@@ -415,6 +418,18 @@ class _Knot:
             one.message for one in self._titles if one.name == title.name and one.message.startswith(title.message)
         )
         return max(alike, key=len, default=title.message)
+
+
+def _cut(lines: Sequence[str], start: int) -> bool:
+    """Is this the first frame of a traceback whose head was cut off: frames with their code, and then an exception's type?"""
+    for line in lines[start : start + FRAMES_MAX]:
+        found = _FRAME.match(line)
+        if found is not None and found["function"] is None:
+            return False
+        if found is None and line.strip() and not line[0].isspace() and not PROGRESS.search(line):
+            titled = _titled(line.strip(), sure=False)
+            return titled is not None and _is_type(titled) and _ANEW.match(line) is None
+    return False
 
 
 def _titled(line: str, *, sure: bool) -> tuple[str, str, str] | None:

@@ -52,6 +52,7 @@ _ONE = tuple(
         r"--local[_-]rank=(?P<local>\d+)\b.* returned non-zero exit status (?P<code>\d+)",
         r"CalledProcessError: .* died with <Signals\.(?P<name>SIG[A-Z]+)",
         r"CalledProcessError: .* returned non-zero exit status (?P<code>-\d+|1[2-5]\d)\b",
+        r"\bContainer rank (?P<rank>\d+) status failed\b.* code (?P<code>-?\d+) log ",
         r"process was signaled to shutdown with signal (?P<signal>\d+) rank=(?P<rank>\d+)",
         r"-- Process (?P<rank>\d+) terminated with the following (?P<error>error)",
         r"\b[Pp]rocess (?P<rank>\d{1,5}) terminated with (?:signal (?P<name>SIG[A-Z]+)|exit code (?P<code>\d+))",
@@ -63,7 +64,9 @@ _SRUN = re.compile(
 )
 _MPI_NAME = re.compile(r"^\s*Process name: \[\[\d+,\d+\],(?P<rank>\d+)\]")
 _MPI_CODE = re.compile(r"^\s*Exit code:\s+(?P<code>\d+)")
-_HYDRA = re.compile(r"RANK (?P<rank>\d+) PID (?P<pid>\d+) RUNNING AT (?P<host>[\w.-]+)")
+_HYDRA = re.compile(r"(?:RANK (?P<rank>\d+) )?\bPID (?P<pid>\d+) RUNNING AT (?:[\w.-]+@)?(?P<host>[\w.-]+)")
+# MPICH's process manager prints the status as the system has it: a small one is a signal.
+_HYDRA_SIGNALS = frozenset((6, 7, 8, 9, 11, 15))
 _HYDRA_HOW = re.compile(r"(?:KILLED BY SIGNAL|EXIT CODE|EXIT STATUS): (?P<number>\d+)")
 
 
@@ -101,16 +104,22 @@ def _singles(lines: Sequence[str]) -> Iterator[Ended]:
         hydra = _HYDRA.search(line) or hydra
         how = _HYDRA_HOW.search(line) if hydra is not None else None
         if how is not None and hydra is not None:
-            signalled = "SIGNAL" in how[0]
             yield Ended(
                 number,
-                -int(how["number"]) if signalled else int(how["number"]),
-                int(hydra["rank"]),
+                _hydra_code(how[0], int(how["number"])),
+                int(hydra["rank"] or -1),
                 -1,
                 hydra["host"],
                 int(hydra["pid"]),
             )
             hydra = None
+
+
+def _hydra_code(how: str, number: int) -> int:
+    """The code of an end that Hydra reports: a signal negative."""
+    if number > 128:
+        return 128 - number
+    return -number if "SIGNAL" in how or number in _HYDRA_SIGNALS else number
 
 
 def _code(said: dict[str, str]) -> int:

@@ -23,7 +23,7 @@ from dlrover_core.diagnosis.evidence import CASC, DATA, ERROR, EXIT, KERNEL, LOG
 from dlrover_core.diagnosis.exceptions import Chain
 from dlrover_core.diagnosis.matching import Hit, Matcher
 from dlrover_core.diagnosis.offline import Observation
-from dlrover_core.diagnosis.rows import Row, Text, numbered, rank_of_file, rows_of
+from dlrover_core.diagnosis.rows import Row, Text, numbered, rank_of_file, rows_of, stack_head
 from dlrover_core.diagnosis.who import Who
 
 SAME_MAX, FOUND_MAX, CHUNK_LINES = 3, 512, 200
@@ -36,6 +36,7 @@ WENT_ON_LINES, STEPS_MIN, GOES_ON_STEPS, BURST_LINES = 25, 3, 40, 120
 
 Words within `BURST_LINES` lines are of one failure.
 """
+BANNER_LINES = 3
 NAMED_LINES = 4
 """So many lines after one about a host may say which."""
 WENT_ON = "handled: the run went on after it"
@@ -53,9 +54,11 @@ _LAUNCHES = re.compile(
 )
 # How a child ended, in the words of whoever ran it.
 _CHILD = re.compile(r"\bdied with <Signals\.|\bnon-zero exit status (?:-\d|1[2-5]\d)")
+_BANNER = "BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES"
 _SHELL = re.compile(r"^\W*Terminated\W*$")
 # A remote worker's address, in what Ray says of its end.
 _ACTOR_AT = re.compile(r"\n\s*ip: (\d{1,3}(?:\.\d{1,3}){3})\b")
+_TASK_AT = re.compile(r"\bray::[^\n]{1,200}?\(pid=\d+, ip=(\d{1,3}(?:\.\d{1,3}){3})\b")
 _IGNORED = re.compile(r"Exception ignored in|Error in atexit|Exception in thread (?:Thread|Pin)", re.IGNORECASE)
 _HANDLED = re.compile(
     r"(?i)\b(?:retrying|will retry|skipping (?:this |the )?(?:batch|sample|step|image|file)|falling back|ignoring|recovered"
@@ -229,6 +232,9 @@ class _File:
         self._taken: set[int] = set()
         chains = self._chains()
         self._taken.update(one.line for one in ends)
+        # A banner over a process's end says no more than that end.
+        banners = (index for one in ends for index in range(max(0, one.line - BANNER_LINES), one.line))
+        self._taken.update(index for index in banners if _BANNER in self.rows[index].body)
         hits = self._hits()
         if not self.host and not self.places.hosts:
             placed = [
@@ -394,16 +400,18 @@ class _File:
             text = "\n".join(self._shown(index) for index in part)
             found += [
                 (part[hit.number - 1], hit)
-                for hit in map(self._unshelled, self._matcher.scan(text, ""))
+                for hit in filter(None, map(self._unshelled, self._matcher.scan(text, "")))
                 # NCCL's own INFO is of what it tries.
                 if hit.signature.verdict and (" NCCL INFO " not in hit.line or hit.signature.verdict == CASC)
             ]
         return found
 
-    def _unshelled(self, hit: Hit) -> Hit:
+    def _unshelled(self, hit: Hit) -> Hit | None:
         """A shell's bare word on how a child ended is no platform's reason."""
-        said = self._matcher.scan(hit.line, LOG) if _SHELL.match(hit.line) else []
-        return said[0]._replace(number=hit.number) if said else hit
+        if not _SHELL.match(hit.line):
+            return hit
+        said = self._matcher.scan(hit.line, LOG)
+        return said[0]._replace(number=hit.number) if said else None
 
     def _shown(self, index: int) -> str:
         row = self.rows[index]
@@ -427,9 +435,8 @@ class _File:
                 doubted = WENT_ON
             elif _passes_on(chain):
                 doubted = "a launcher's report: it passes on how its child ended"
-            actor = _ACTOR_AT.search(text)
-            if actor is not None and not its.host:
-                its = its._replace(host=actor[1])
+            at = _ACTOR_AT.findall(text)[:1] or _TASK_AT.findall(text)[-1:]  # the innermost task raised it
+            its = its._replace(host=at[0]) if at and not its.host else its
             spawned = _SPAWNED.search(text)
             if its.rank < 0 and spawned is not None:
                 its = its._replace(rank=int(spawned[1]))
@@ -476,6 +483,7 @@ class _File:
                 its = its if its.host else its._replace(host=who.host_named(line))
                 if hit.signature.id.startswith("ray."):  # whoever tells of a node's death is not on it
                     its = Who(host=self._dead_node(index))
+            its = self.rows[stack_head(self.rows, index)].who if its.rank < 0 and not its.host else its
             seen = self._placed(self._at(index), source, its, hit.line.strip(), line)
             own = (
                 hit.signature.verdict in (USER, DATA, SOFT)

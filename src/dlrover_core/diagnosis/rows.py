@@ -21,6 +21,9 @@ _FILE_RANK = re.compile(
     r"(?:^|[._-])(?:rank|worker|trainer)[-_]?(\d{1,6})(?:[._-](?:stdout|stderr|out|err|log|txt|gz)){0,3}$"
 )
 _FOLDER_RANK = re.compile(r"(?:^|/)(\d{1,6})/(?:stdout|stderr|error)\.\w+$")
+# A frame of an error stack of MPI's, of which only the first line names its writer; and so many are looked at.
+_STACKED = re.compile(r"^(?:P?MPI|MPID|MPIR|MPIDI|MPIDU|MPL)\w*\(\d+\)\.*: ?")
+STACK_LINES = 32
 
 # What makes a line worth reading that no signature may know: exceptions of any name, launchers' words, and who is where.
 MARKS = (
@@ -33,6 +36,8 @@ MARKS = (
     r"\bProcess name: \[\[",
     r"\bRUNNING AT \S",
     r"\bexited on signal \d",
+    r"\bContainer rank \d+ status failed\b",
+    r"\bMPICH ERROR \[Rank \d",
     r": rank \d+ (?:died from signal|exited with code) \d",
     r"\bterminated with (?:signal|exit code)",
     r"\bbusId \w+\b.{0,60}\bInit COMPLETE",
@@ -118,6 +123,14 @@ def numbered(rows: list[Row]) -> tuple[list[Row], str]:
         for row in rows
     ]
     return renamed, ""
+
+
+def stack_head(rows: Sequence[Row], index: int) -> int:
+    """The first line of the error stack of MPI's that a row stands in; of any other row the row itself."""
+    if not _STACKED.match(rows[index].body):
+        return index
+    above = range(index - 1, max(-1, index - STACK_LINES), -1)
+    return next((at for at in above if not _STACKED.match(rows[at].body)), index)
 
 
 def rank_of_file(name: str) -> int:

@@ -100,6 +100,14 @@ _FRONT = tuple(
         r"\((?:Vllm)?Worker(?:Proc)?[ _](?:DP\d+[ _])?(?:PP\d+[ _])?TP(?P<rank>\d+)(?:[ _]\w+)? pid=(?P<pid>\d+)\) ",
         # Ray: an actor or a task, its process and its address.
         r"\((?P<actor>[\w.:<>-]+(?:\(\w+\))?)(?: \w+=[^,)]{1,40})*? ?(?:pid=(?P<pid>\d+))?(?:, )?(?:ip=(?P<ip>[\d.]+))?\) ",
+        # MPICH's own, Cray's among them.
+        (
+            r"MPICH (?:ERROR|WARNING|Notice) \[Rank (?P<rank>\d+)\] \[job id [^\]]{1,60}\] \[[^\]]{1,60}\] "
+            rf"\[(?P<host>{_HOST})\] - "
+        ),
+        # UCX, and the providers of libfabric.
+        rf"\[(?P<host>{_HOST}):(?P<pid>\d{{2,7}}):\d+:\d+\] ",
+        rf"(?P<host>{_HOST}):rank(?P<rank>\d{{1,6}})\.[\w.-]+: ",
         # MPI, syslog, pdsh.
         rf"\[(?P<host>{_HOST}):(?P<pid>\d{{2,7}})\](?: \*\*\*)? ?",
         rf"\[[a-z][a-z-]{{1,15}}\] (?=(?:{_MACHINE}): )",
@@ -142,7 +150,7 @@ _HOST_NAMED = tuple(
         rf"\b(?:STEP|JOB) [\d.]+ ON ({_HOST}) CANCELLED",
         rf"\bkubelet[ ,]+((?=[\w.-]*\d){_HOST})\b",
         r"\bIP(?: address)?[:=] ?(\d{1,3}(?:\.\d{1,3}){3})",
-        rf"\b(?:[Hh]ost|[Hh]ostname|node[_ ]?[Nn]ame|NodeList|[Nn]ode)[:=] *\"?((?=[\w.-]*\d){_HOST})\b",
+        rf"\b(?:[Hh]ost|[Hh]ostname|[Nn]ode[_ ]?[Nn]ame|NodeList|[Nn]ode)[:=] *\"?((?=[\w.-]*\d){_HOST})\b",
         r"\b[Nn]ode[ /]\"?((?=[\w.-]*\d)[a-zA-Z][\w.-]*[\w])\"?",
         rf"\bon (?:node|host) \"?({_HOST})",
         rf"\bkernel-monitor, ((?=[\w.-]*\d){_HOST})\b",
