@@ -18,9 +18,11 @@ import pytest
 from tests.integration.k8s_contract import Joined, asked_for
 
 from dlrover_backends.fake_k8s import Fault, Ground, What
+from dlrover_backends.fake_k8s.scripted_kueue import ScriptedKueue
 from dlrover_backends.k8s import names
 from dlrover_backends.k8s.client import KubernetesBackend
 from dlrover_core import BackendContext
+from dlrover_core.runtime.backend import Admission, GroupSize, Wanted
 from dlrover_core.testing import BackendConformance
 from dlrover_core.testing.backend_stand import Abilities, Stand, make_launch, watching
 from dlrover_core.testing.stories import story
@@ -272,3 +274,30 @@ def test_nodes_join_a_cluster_that_is_there(tmp_path: Path) -> None:
         tell(told)
         joined.until(lambda: not joined.objects("pods"))
     assert not plane.server.api.store.shelf(("", "nodes")).objects
+
+
+def test_a_master_that_has_asked_nothing_yet_follows_its_queue(place: Place) -> None:
+    """It observes before it is connected, which is the leader's first act, and hears that the job is admitted."""
+    ground = place.fake
+    ground.call(
+        lambda: ScriptedKueue(
+            ground.server.api, "train", 1, later=lambda due: asyncio.get_running_loop().call_soon(due)
+        )
+    )
+    args = f"kubeconfig={place.config},template={place.folder}/pod.yaml,namespace=train,queue=research"
+    backend = KubernetesBackend(BackendContext("conformance", "queued", ("m:1",), "t", args=args))
+
+    async def admitted() -> None:
+        async with contextlib.aclosing(backend.observe()) as seen:
+            async for one in seen:
+                if isinstance(one, Admission) and one.admitted:
+                    return
+
+    async def told() -> None:
+        seen = asyncio.ensure_future(admitted())
+        await asyncio.sleep(0)
+        await backend.sized(Wanted((GroupSize("worker", "worker", 1, 1),)), 1)
+        await asyncio.wait_for(seen, BOUND_S)
+        await backend.clear()
+
+    asyncio.run(told())

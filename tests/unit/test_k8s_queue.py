@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
+import pytest
 from k8s_virtual import HOUR_S, Queued, tell
 
-from dlrover_backends.k8s.queues import EVICT_S
+from dlrover_backends.k8s import settings
+from dlrover_backends.k8s.api import Api
+from dlrover_backends.k8s.queues import EVICT_S, Queue
+from dlrover_core import BackendContext, CoreError
 from dlrover_core.job import job, operations
 
 
@@ -255,3 +260,25 @@ def test_a_node_that_dies_keeps_its_quota() -> None:
         await on.cluster.until(lambda: conditions(on)["PodsReady"] == "True")
 
     tell(story, quota=4)
+
+
+def test_a_watch_that_ends_is_no_silence() -> None:
+    """What ends the loop that follows the Workloads is raised where the backend observes: nobody waits in vain."""
+
+    class Unconnected:
+        namespace, living = "ml", None
+
+        @property
+        def api(self) -> Api:
+            raise CoreError("there is no connection")
+
+    async def ask(method: str, path: str, body: object = None) -> Any:
+        raise AssertionError(f"{method} {path}")
+
+    async def story() -> None:
+        here = BackendContext("queued", "run-1", ("m:1",), "t", args="image=i,queue=research")
+        queue = Queue(here, settings.read(here), ask, cluster=Unconnected())
+        with pytest.raises(CoreError, match="no connection"):
+            await anext(queue.run())
+
+    asyncio.run(asyncio.wait_for(story(), 20))

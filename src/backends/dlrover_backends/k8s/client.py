@@ -72,7 +72,7 @@ class KubernetesBackend:
         self._highest = 0
         self._owner: Json | None = None
         self._owner_at = float("-inf")
-        self._owning = asyncio.Lock()
+        self._owning, self._connecting = asyncio.Lock(), asyncio.Lock()
         # By a node's true name: when its pod was made, and the pod; its uid; and of each place the incarnation that is over.
         self._made: dict[str, tuple[float, Json]] = {}
         self._uids: dict[str, str] = {}
@@ -167,10 +167,12 @@ class KubernetesBackend:
             return [await self._ask("GET", self._path_of(name))]
         if self._warm is None or not self._warm.used:
             return []
-        found = await self._ask(
-            "GET", f"{self._path('pods')}?{names.query(names.labels(self._here.job, self._here.run))}"
-        )
-        return [one for one in found.get("items") or () if endings.true_name(one) == name]
+        return [one for one in await self._labelled() if endings.true_name(one) == name]
+
+    async def _labelled(self) -> list[Json]:
+        """Pods with the run's labels. Raises `ApiError`."""
+        query = names.query(names.labels(self._here.job, self._here.run))
+        return list((await self._ask("GET", f"{self._path('pods')}?{query}")).get("items") or ())
 
     def heard(self, seats: Collection[str]) -> None:
         """Agents wait in these seats, and answer."""
@@ -182,8 +184,8 @@ class KubernetesBackend:
 
         Where a queue admits the job, its `Admission` too.
         """
-        pods_seen = self._observed()
-        both = queues.merged(pods_seen, self._queue.run()) if self._queue is not None else pods_seen
+        await self._connected()  # the queue asks at once
+        both = queues.merged(self._observed(), self._queue.run()) if self._queue is not None else self._observed()
         async with aclosing(both) as seen:
             async for one in seen:
                 if isinstance(one, queues.Again):
@@ -308,10 +310,7 @@ class KubernetesBackend:
     async def _clear(self) -> None:
         await self._connected()
         owner = await self._found_owner()
-        found = await self._ask(
-            "GET", f"{self._path('pods')}?{names.query(names.labels(self._here.job, self._here.run))}"
-        )
-        for pod in found.get("items") or ():
+        for pod in await self._labelled():
             if owner is not None and self.is_ours(pod, owner):
                 path = f"{self._path('pods')}/{pod['metadata']['name']}"
                 with contextlib.suppress(NotFound, Conflict):
@@ -554,16 +553,17 @@ class KubernetesBackend:
     # ---- requests
 
     async def _connected(self) -> None:
-        if self._api is None:
-            # Half a second of imports, which must not hold the master's loop.
-            await asyncio.to_thread(importlib.import_module, "dlrover_backends.k8s.transport")
-            from dlrover_backends.k8s.transport import Transport
+        async with self._connecting:  # once: several ask at the start
+            if self._api is None:
+                # Half a second of imports, which must not hold the master's loop.
+                await asyncio.to_thread(importlib.import_module, "dlrover_backends.k8s.transport")
+                from dlrover_backends.k8s.transport import Transport
 
-            transport = Transport(self._told.kubeconfig, self._told.context)
-            await transport.open()
-            self._namespace = self._told.namespace or transport.namespace or "default"
-            self._api = transport
-        self._namespace = self._namespace or "default"
+                transport = Transport(self._told.kubeconfig, self._told.context)
+                await transport.open()
+                self._namespace = self._told.namespace or transport.namespace or "default"
+                self._api = transport
+            self._namespace = self._namespace or "default"
 
     async def _ask(self, method: str, path: str, body: Json | None = None) -> Json:
         """One request, sent again where the server says when. Raises `ApiError`."""

@@ -156,11 +156,14 @@ class Queue:
     # ---- the loop
 
     async def run(self) -> AsyncGenerator[Union[Admission, Again]]:
-        """What is news for the masters, until cancelled. It goes on once they have heard it."""
+        """What is news for the masters, until cancelled. It goes on once they have heard it. Raises what ended its watch."""
         following, said, failures = asyncio.ensure_future(self._follow()), "", 0
+        following.add_done_callback(lambda _: self._news.set())
         try:
             while True:
                 self._news.clear()
+                if following.done():
+                    following.result()
                 wait_s, living, job = LOOK_S, self._cluster.living, self._job
                 if job is not None and self._objects is not None and living is not None:
                     before, seen = self._seen, self._look(job)
