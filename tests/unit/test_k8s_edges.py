@@ -8,16 +8,17 @@ import os
 import signal
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from k8s_scripted import Server, failed
 
 from dlrover_adapters.cli import apart, backends
 from dlrover_backends.k8s import endings, names
+from dlrover_backends.k8s.api import Api
 from dlrover_backends.k8s.client import KubernetesBackend
 from dlrover_backends.k8s.errors import ApiError, Request, Unreachable
-from dlrover_backends.k8s.hosts import RACK_S, Hosts, of_host
+from dlrover_backends.k8s.hosts import FRESH_S, RACK_S, Hosts, of_host
 from dlrover_backends.k8s.outputs import FOLLOWED_MAX, Outputs
 from dlrover_core import BackendContext, LaunchRefused
 from dlrover_core.diagnosis import signatures
@@ -177,6 +178,30 @@ def test_a_lost_node_says_what_its_host_is() -> None:
         for _ in range(3):
             assert await hosts.wrong(server, "h1") == ""
         assert len(server.asked) == asked + 1
+
+    asyncio.run(asyncio.wait_for(story(), BOUND_S))
+
+
+def test_a_slow_api_holds_up_the_news_of_one_host_alone() -> None:
+    """Of many lost hosts only the first waits for an answer that does not come; after a while they are looked up again."""
+
+    async def story() -> None:
+        clock, asked = 0.0, list[str]()
+
+        class Slow:
+            async def ask(self, verb: str, path: str) -> object:
+                asked.append(path)
+                await asyncio.Event().wait()
+
+        api, hosts = cast(Api, Slow()), Hosts(lambda: clock, ask_s=0.01)
+        for name in ("h1", "h2", "h3"):
+            assert await hosts.wrong(api, name) == ""
+            assert await hosts.rack(api, name, "example.com/rack") == ""
+        assert asked == ["/api/v1/nodes/h1"]
+        clock = FRESH_S
+        assert await hosts.rack(api, "h2", "example.com/rack") == ""
+        assert await hosts.wrong(api, "h3") == ""
+        assert asked == ["/api/v1/nodes/h1", "/api/v1/nodes/h2"]
 
     asyncio.run(asyncio.wait_for(story(), BOUND_S))
 

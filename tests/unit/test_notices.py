@@ -258,6 +258,18 @@ def test_a_lost_host_is_why_its_agent_died() -> None:
     assert [(one.verdict, one.signature) for one in drive.facts(incidents.Diagnosed)] == [("PLAT", "ray.node_died")]
 
 
+def test_a_lost_host_whose_agent_died_is_lost_at_once() -> None:
+    """Its platform has nothing more to say of the node: the next one is launched without another word, and elsewhere."""
+    drive = Drive(nodes_max=2).up()
+    host = drive.state.nodes.nodes[NODE].host
+    drive.observe(NODE, "lost", reason="NodeNotReady")
+    drive.do(silence.NoteDead(NODE, DIED))
+    assert [(one.node, one.reason) for one in drive.facts(nodes.NodeLost)] == [(NODE, "NodeNotReady")]
+    assert [(one.node, host in one.avoid) for one in desired(drive.state).launch] == [(NEXT, True)]
+    assert len(drive.facts(incidents.IncidentOpened)) == 1
+    assert drive.state.notices.unreached == {}
+
+
 @pytest.mark.parametrize("back", ["running", ""])
 def test_an_agent_that_died_on_a_host_that_is_reached(back: str) -> None:
     """Nobody has lost the host, or it is there again: the end of the connection is all that is known."""

@@ -160,7 +160,9 @@ def _on_reached(slice_: NoticeSlice, fact: HostReached, record: Record) -> None:
 def _on_ended(slice_: NoticeSlice, fact: world.Ended, record: Record) -> None:
     if slice_.by_node:
         slice_.by_node.pop(fact.node, None)
-    if slice_.unreached:
+    # Neither a release nor an end that only the agent tells brings the host back.
+    told = isinstance(fact, nodes.NodeReleased) or (isinstance(fact, nodes.NodeFailed) and not fact.seen)
+    if slice_.unreached and not told:
         slice_.unreached.pop(fact.node, None)
 
 

@@ -5,7 +5,7 @@ platform's deadline. If its world cannot change at a boundary yet, the leave wai
 trains until it is taken away. A withdrawn notice calls the leave off, unless the world is without the node already, or a
 person wants it to leave; the successor is released.
 
-A node whose host its platform cannot reach, and whose agent falls silent, is lost at once.
+A node whose host its platform cannot reach, and whose agent falls silent or dies, is lost at once.
 """
 
 from __future__ import annotations
@@ -110,6 +110,13 @@ def _silent(state: JobState, fact: silence.NodeSuspected, record: Record) -> Ite
         yield nodes.NodeLost(fact.node, reason)
 
 
+def _released(state: JobState, fact: nodes.NodeReleased, record: Record) -> Iterator[Event]:
+    """The agent has died on a host that its platform cannot reach, and that will not see the node end: its place is free."""
+    node, reason = state.nodes.nodes.get(fact.node), state.notices.unreached.get(fact.node)
+    if reason is not None and node is not None and node.state == "failed" and not node.ended:
+        yield nodes.NodeLost(fact.node, reason)
+
+
 def _departures(state: JobState, group: str) -> Mapping[str, notices.Departure]:
     """How long their platform leaves nodes that leave: an agent that was told to go waits that long for its planned change."""
     if not state.notices.by_node:
@@ -124,6 +131,7 @@ RULES = Rules(
         notices.NoticeGiven: _given,
         notices.NoticeWithdrawn: _withdrawn,
         KeepingStarted: _able,
+        nodes.NodeReleased: _released,
         silence.NodeSuspected: _silent,
     },
     levels=dict.fromkeys((notices.NoticeGiven, notices.NoticeWithdrawn), always),

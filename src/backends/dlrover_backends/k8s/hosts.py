@@ -24,10 +24,15 @@ log = structlog.get_logger("dlrover.backend")
 
 
 class Hosts:
-    """Looks hosts up, each for a moment only. ``now``: a monotonic clock."""
+    """Looks hosts up, each for a moment only: news of pods wait for that. ``now``: a monotonic clock.
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now, self._hidden = now, False
+    Where a rack of hosts falls silent the API is slow, too. After one look-up that was not answered in ``ask_s`` seconds, no host
+    is looked up for `FRESH_S`: else the last of many lost pods would be told minutes later.
+    """
+
+    def __init__(self, now: Callable[[], float], ask_s: float = ASK_S) -> None:
+        self._now, self._ask_s, self._hidden = now, ask_s, False
+        self._slow_until = float("-inf")
         self._known: dict[str, tuple[float, str]] = {}
         self._racks: dict[str, tuple[float, str]] = {}
 
@@ -35,15 +40,18 @@ class Hosts:
         """The rack of a host, as this label of its Node says; empty: it has none, or it cannot be seen."""
         at = self._now()
         seen_at, rack = self._racks.get(host, (float("-inf"), ""))
-        if self._hidden or at - seen_at < RACK_S:
+        if self._hidden or at - seen_at < RACK_S or at < self._slow_until:
             return rack
         try:
-            found = await within(ASK_S, api.ask("GET", f"/api/v1/nodes/{quote(host)}"))
+            found = await within(self._ask_s, api.ask("GET", f"/api/v1/nodes/{quote(host)}"))
         except Forbidden as error:
             self._hidden = True
             log.warning("no racks are known", error=missing_right(error))
             return rack
-        except (ApiError, asyncio.TimeoutError):
+        except asyncio.TimeoutError:
+            self._slow_until = self._now() + FRESH_S
+            return rack
+        except ApiError:
             return rack  # asked again with the next news of a pod there
         rack = str((found["metadata"].get("labels") or {}).get(label) or "")
         self._racks[host] = (at, rack)
@@ -53,16 +61,18 @@ class Hosts:
         """What is wrong with a host, in words; empty: nothing is, or it cannot be seen."""
         at = self._now()
         self._known = {name: one for name, one in self._known.items() if at - one[0] < FRESH_S}
-        if self._hidden or host in self._known:
+        if self._hidden or host in self._known or at < self._slow_until:
             return self._known.get(host, (0.0, ""))[1]
         words = ""
         try:
-            words = of_host(await within(ASK_S, api.ask("GET", f"/api/v1/nodes/{quote(host)}")))
+            words = of_host(await within(self._ask_s, api.ask("GET", f"/api/v1/nodes/{quote(host)}")))
         except NotFound:
             words = f"host {host} is no longer in the cluster"
         except Forbidden:
             self._hidden = True
-        except (ApiError, asyncio.TimeoutError):
+        except asyncio.TimeoutError:
+            self._slow_until = self._now() + FRESH_S
+        except ApiError:
             pass  # the next one may be answered
         self._known[host] = (at, words)
         return words
