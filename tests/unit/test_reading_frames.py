@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_reading import answer, said
 
-from dlrover_core.diagnosis import exceptions, launchers
+from dlrover_core.diagnosis import exceptions, launchers, who
 
 FRAMES = """  File "/opt/site-packages/dask/local.py", line 487, in get_async
     raise_exception(exc, tb)
@@ -89,6 +89,20 @@ def test_the_first_line_of_an_error_stack_names_its_writer() -> None:
 def test_a_task_within_a_task_raised_it() -> None:
     """The host is that of the innermost task, and not of whoever waited for it."""
     assert answer(RAY).host == "10.1.88.26"
+
+
+def test_ucx_and_libfabric_name_their_writer() -> None:
+    """UCX by host and process, a provider of libfabric by host and rank."""
+    ucx = who.peel("[gpu17:19546:0:19546] ib_mlx5_log.c:139  Transport retry count exceeded")
+    psm = who.peel("gpu17:rank7.python: Failed to modify UD QP to INIT on mlx5_2")
+    assert (ucx.who.host, ucx.who.pid, ucx.body[:13]) == ("gpu17", 19546, "ib_mlx5_log.c")
+    assert (psm.who.host, psm.who.rank) == ("gpu17", 7)
+
+
+def test_many_stacks_without_an_exception_are_none() -> None:
+    """Stacks that are printed one after another lead to the exception that ends the last of them alone."""
+    (chain,) = exceptions.chains((f"{FRAMES}waits\n" * 3 + FRAMES + "KeyError: 'x'\n").splitlines())
+    assert (chain.first, len(chain.links[0].frames)) == (15, 2)
 
 
 @pytest.mark.parametrize(

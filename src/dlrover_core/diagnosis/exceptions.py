@@ -279,7 +279,7 @@ class _Title(NamedTuple):
 
 def _all(lines: Sequence[str], own: frozenset[int]) -> Iterator[list[list[Raised]]]:
     """Every exception with a traceback, in order: of each knot its parts, of which each hangs together."""
-    link, number, after, holds = ALONE, 0, -1, False
+    link, number, after, holds, cut, barren = ALONE, 0, -1, False, False, 0
     while number < len(lines):
         line = lines[number]
         if "above exception" in line:
@@ -290,7 +290,10 @@ def _all(lines: Sequence[str], own: frozenset[int]) -> Iterator[list[list[Raised
         java = _JAVA_AT.match(lines[number + 1]) if number + 1 < len(lines) and not start else None
         if start is None and java is None:
             framed = _FRAME.match(line) is not None
-            headless = framed and (_cut(lines, number) or (after >= 0 and number - after <= 3 and holds))
+            if framed and number >= barren:
+                cut, barren = _cut(lines, number)
+            headless = framed and (cut or (after >= 0 and number - after <= 3 and holds))
+            cut = False
             remote = _REMOTE.match(line)
             if remote is not None:
                 yield [
@@ -420,16 +423,20 @@ class _Knot:
         return max(alike, key=len, default=title.message)
 
 
-def _cut(lines: Sequence[str], start: int) -> bool:
-    """Is this the first frame of a traceback whose head was cut off: frames with their code, and then an exception's type?"""
-    for line in lines[start : start + FRAMES_MAX]:
+def _cut(lines: Sequence[str], start: int) -> tuple[bool, int]:
+    """Is this the first frame of a traceback whose head was cut off: frames with their code, and then an exception's type?
+
+    Also told is the line that decided: where it is none, no frame before that line is one.
+    """
+    number = start
+    for number, line in enumerate(lines[start : start + FRAMES_MAX], start):
         found = _FRAME.match(line)
         if found is not None and found["function"] is None:
-            return False
+            return False, number + 1
         if found is None and line.strip() and not line[0].isspace() and not PROGRESS.search(line):
             titled = _titled(line.strip(), sure=False)
-            return titled is not None and _is_type(titled) and _ANEW.match(line) is None
-    return False
+            return titled is not None and _is_type(titled) and _ANEW.match(line) is None, number
+    return False, number + 1
 
 
 def _titled(line: str, *, sure: bool) -> tuple[str, str, str] | None:
