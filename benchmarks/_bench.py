@@ -80,10 +80,12 @@ class Result:
         print(table([("", "ours", "peer", "ratio", "target", "met", "n"), *cells]))
         for note in (*self.notes, machine_line()):
             print(f"  {note}")
-        self._write(path or RESULTS / f"{self.name}.json")
+        self.write(path)
         return MISSED if any(row.verdict == NO for row in self.rows) else MET
 
-    def _write(self, path: Path) -> None:
+    def write(self, path: Path | None) -> None:
+        """Write the JSON; once is enough, and more often keeps what a run that breaks off has measured."""
+        path = path or RESULTS / f"{self.name}.json"
         rows = []
         for row in self.rows:
             shown: dict[str, Any] = {"ours_median": row.figure, "peer_median": row.peer_figure, "ratio": row.ratio}

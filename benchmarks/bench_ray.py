@@ -5,20 +5,27 @@ Real raylets on this machine, one CPU each, with Ray's own settings; one loop (`
 (1 to 2 workers) where the job may shrink. Each trial has a cluster of its own. Times are by CLOCK_MONOTONIC, from a diary that
 workers write.
 
-- failing: from the command, with the cluster there, to the first step of both ranks; then SIGKILL to a worker's process, whose
-  actor lives on (beside it the same with our local backend; Ray Train's worker is its actor); then SIGKILL to an actor's process;
-- raylet: SIGKILL to the raylet of a rank's host, with a third host idle; until two ranks step again. Ours once more with
-  ``--standby 1``, whose agent answers from the third host;
+- failing: from the command, with the cluster there, to the first step of both ranks; then SIGKILL to an actor's process;
+- worker: SIGKILL to a worker's process, whose actor lives on, and the same with our local backend (Ray Train's is its actor);
+- raylet: SIGKILL to the raylet of a rank's host, with a third host idle; until two ranks step again;
+- warm: the same, ours with ``--standby 1``, whose agent answers from the third host; Ray Train has no warm node;
 - drain: a rank's host is drained with a notice, a third host is idle, and the raylet is killed at the deadline. Counted are steps
   that were made twice, and the longest time without a step;
 - room: a job of 1 to 2 nodes has one; a second host comes; until both ranks step;
+- away: the process with the cluster's state is killed and started again; a worker is killed meanwhile, and the same with our
+  local backend. Counted are workers that were restarted otherwise; known again is all when a desk tells of all nodes anew;
 - idle: nodes that Ray holds, of which nothing is heard: the share of a core that desk and observer take together.
+
+``--only PART`` measures one of them. The result is written after each trial, and ``--add`` goes on with it until there are
+``--trials`` of each, so that it can be measured in pieces and after a break. ``--under`` knows a third launcher: Ray Train whose
+intervals are made short. Its rows have no target.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -30,11 +37,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _bench import BROKEN, RESULTS, Result, Row, options, say
-from _jobs import OURS, Broken, Job
-from _ray import LOCAL, TRAIN, Ground, above, ground, lost, now, ray_job, stepping, stopped_for
+from _bench import BROKEN, RESULTS, Result, Row, median, options, say
+from _jobs import OURS, Broken, Job, marked
+from _ray import (
+    LOCAL,
+    ON_DISK,
+    QUICK_TRAIN,
+    SCRIPT,
+    TRAIN,
+    Ground,
+    above,
+    ground,
+    lost,
+    now,
+    ray_job,
+    stepping,
+    stopped_for,
+)
+from tools.benchmark_table import since
 
 from dlrover_adapters.http.client import fetch_status
+from dlrover_backends.shared import asking
 from dlrover_core import BackendContext, Listed
 from dlrover_core.errors import CoreError
 from dlrover_core.testing.backend_stand import make_launch
@@ -47,13 +70,19 @@ MEASURES = (
     "src/dlrover_core/job",
     "src/dlrover_core/runtime",
 )
+OWN = tuple(
+    f"benchmarks/{one}"
+    for one in ("bench_ray.py", "_ray.py", "scripts/diary.py", f"scripts/{SCRIPT.name}", "scripts/ray_ground.py")
+)
 
-WORKER_S, HALF, WARM, START, DRAIN, ROOM, CORE = 0.1, 0.5, 0.25, 1.0, 0.3, 0.3, 5.0
+WORKER_S, HALF, WARM, START, DRAIN, ROOM, CORE, KNOWN_S = 0.1, 0.5, 0.25, 1.0, 0.3, 0.3, 5.0, 5.0
 CALM_STEPS = 20
 BACK_LIMIT_S, ROOM_LIMIT_S = 90.0, 150.0
-SETTLE_S = 2.0
+SETTLE_S, CALM_AFTER_S = 2.0, 10.0
+MASTER = "dlrover-master"
 SMALL, TOLD = "CPU=0.001", "told.json"
-IDLE_LIMIT_S = 300.0
+IDLE_LIMIT_S, WAVE = 1200.0, 8
+KNOWN_LIMIT_S = 60.0
 
 
 # ---- in one job
@@ -79,6 +108,31 @@ def back(job: Job, ranks: int, beside: set[int], since: float, limit_s: float = 
     return stepping(lines, ranks, beside) - since
 
 
+def in_place(job: Job, kills: int) -> float:
+    """Seconds from SIGKILL to a worker of two until both ranks step again: the median of so many kills."""
+    found, before = [], calm(job, 2, set())
+    for _ in range(kills):
+        found.append(back(job, 2, before, killed(worker_of(job, 1))))
+        before = calm(job, 2, before)
+    return median(found)
+
+
+def wait_until(job: Job, at: float) -> None:
+    """Wait for a moment. Raises `Broken` where the job ends before it."""
+    while now() < at:
+        job.until(lambda _: True)
+        time.sleep(0.05)
+
+
+def master_mib(job: Job) -> float:
+    """Resident memory of the master that leads, in MiB. Raises `Broken`."""
+    for pid in marked(job.mark):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() == MASTER:
+                return memory_mib(pid)
+    raise Broken("no master runs")
+
+
 def killed(pid: int) -> float:
     """When it was killed."""
     at = now()
@@ -99,32 +153,32 @@ def actor_of(pid: int) -> int:
 
 
 def failing(launcher: str) -> dict[str, float]:
-    """Start; a killed worker, where it is not the actor; a killed actor."""
+    """Start; a killed actor."""
     found = {}
     with ground(2) as cluster, ray_job(launcher, cluster, "2:2") as job:
         lines = job.until(lambda lines: stepping(lines, 2, set()) > 0, 0.005)
         found["start"] = stepping(lines, 2, set()) - job.started
         before = calm(job, 2, set())
-        if launcher == OURS:
-            found["worker"] = back(job, 2, before, killed(worker_of(job, 1)))
-            before = calm(job, 2, before)
         found["actor"] = back(job, 2, before, killed(actor_of(worker_of(job, 1))))
     return found
 
 
-def local(_: str) -> dict[str, float]:
-    """A killed worker of the local backend."""
+def worker(kills: int) -> dict[str, float]:
+    """A killed worker of ours, on Ray and with the local backend; and what both masters need."""
     with ray_job(LOCAL, None, "2:2") as job:
-        before = calm(job, 2, set())
-        return {"local": back(job, 2, before, killed(worker_of(job, 1)))}
+        found = {"local": in_place(job, kills), "local-mib": master_mib(job)}
+    with ground(2) as cluster, ray_job(OURS, cluster, "2:2") as job:
+        return found | {"worker": in_place(job, kills), "master-mib": master_mib(job)}
 
 
 def raylet(launcher: str) -> dict[str, float]:
-    """A raylet is killed; there is room elsewhere, and then a warm node of ours."""
-    found = {"raylet": _raylet(launcher)}
-    if launcher == OURS:
-        found["warm"] = _raylet(launcher, "--standby", "1")
-    return found
+    """A raylet is killed; there is room elsewhere."""
+    return {"raylet": _raylet(launcher)}
+
+
+def warm(launcher: str) -> dict[str, float]:
+    """A raylet is killed; a warm node of ours is elsewhere."""
+    return {"warm": _raylet(launcher, *(("--standby", "1") if launcher == OURS else ()))}
 
 
 def _raylet(launcher: str, *options: str) -> float:
@@ -161,15 +215,13 @@ def drained(launcher: str, notice_s: float) -> dict[str, float]:
         before = calm(job, 2, set())
         host = victim(job, cluster)
         at = float(cluster.order("drain", host=host, notice_s=notice_s))
-        limit = at + notice_s
-        while now() < limit:
-            job.until(lambda _: True)
-            time.sleep(0.05)
+        wait_until(job, at + notice_s)
         cluster.order("kill", host=host)
         lines = job.until(lambda lines: stepping(lines, 2, before) > 0, 0.01, BACK_LIMIT_S)
         until = stepping(lines, 2, before) + SETTLE_S
         lines = job.until(lambda lines: lines[-1].at > until, 0.01, BACK_LIMIT_S)
-        return {"drain-lost": float(lost(lines, before)), "drain-stood": stopped_for(lines, at, until)}
+        name = f"drain-{notice_s:g}"
+        return {f"{name}-lost": float(lost(lines, before)), f"{name}-stood": stopped_for(lines, at, until)}
 
 
 def room(launcher: str) -> dict[str, float]:
@@ -179,6 +231,54 @@ def room(launcher: str) -> dict[str, float]:
         at = now()
         cluster.order("add")
         return {"room": back(job, 2, before, at, ROOM_LIMIT_S)}
+
+
+def away(launcher: str, seconds: float) -> dict[str, float]:
+    """The cluster's state service is away for so long, a worker is killed at a quarter of that time, and all goes on."""
+    found = {}
+    if launcher == OURS:
+        with ray_job(LOCAL, None, "2:2") as job:
+            found["away-local"] = in_place(job, 1)
+    with ground(2, **ON_DISK) as cluster, ray_job(launcher, cluster, "2:2") as job:
+        before = calm(job, 2, set())
+        began = float(cluster.order("state", **{"is": "gone"}))
+        wait_until(job, began + seconds / 4)
+        seen = {one.pid for one in job.lines()}
+        at = killed(worker_of(job, 1))
+        if launcher == OURS:
+            found["away"] = back(job, 2, before, at)
+        wait_until(job, began + seconds)
+        returned = float(cluster.order("state", **{"is": "back"}))
+        if launcher == OURS:
+            found["known"] = asyncio.run(known(job, 2)) - returned
+        else:
+            found["away"] = back(job, 2, before, at)
+        if launcher == OURS:
+            wait_until(job, now() + CALM_AFTER_S)
+            found["restarted"] = float(len({one.pid for one in job.lines()} - seen) - 2)
+    return found
+
+
+async def known(job: Job, nodes: int) -> float:
+    """When the job's desk told that so many nodes run, asked from now on. Raises `Broken`."""
+
+    def path() -> Path:
+        return next(job.folder.glob("jobs/*/backend/ray-desk.sock"), job.folder / "none")
+
+    async def listed() -> float:
+        while True:
+            stream = asking.observe(path, who="the desk", pauses_s=(0.1,))
+            async with contextlib.aclosing(stream) as seen:
+                first = await anext(seen)
+            running = sum(one.phase == "running" for one in first.nodes) if isinstance(first, Listed) else 0
+            if running == nodes:
+                return now()
+            await asyncio.sleep(0.1)
+
+    try:
+        return await asyncio.wait_for(listed(), KNOWN_LIMIT_S)
+    except asyncio.TimeoutError:
+        raise Broken(f"the desk has not told of {nodes} nodes for {KNOWN_LIMIT_S:g} s") from None
 
 
 # ---- idle
@@ -208,15 +308,18 @@ def observing(folder: str, address: str, nodes: int, living: int, seconds: float
 
     async def run() -> dict[str, float]:
         small, large = made(SMALL), made("CPU=1000")
-        for index in range(nodes):
-            await (small if index < living else large).launch(make_launch(index, job="bench"), 1)
+        for index in range(living, nodes):
+            await large.launch(make_launch(index, job="bench"), 1)
         seen = small.observe()
-        running = 0
-        async for one in seen:
+        launched, running = 0, set[str]()
+        while len(running) < living:
+            # Ray starts few processes at once, and gives one up that has not begun after a minute.
+            while launched < min(living, len(running) + WAVE):
+                await small.launch(make_launch(launched, job="bench"), 1)
+                launched += 1
+            one = await anext(seen)
             found = one.nodes if isinstance(one, Listed) else (one.node,)
-            running += sum(node.phase == "running" for node in found)
-            if running >= living:
-                break
+            running |= {node.name for node in found if node.phase == "running"}
         waiting = asyncio.ensure_future(anext(seen))
         await asyncio.sleep(SETTLE_S)
         desk = small._desk.pid
@@ -231,9 +334,9 @@ def observing(folder: str, address: str, nodes: int, living: int, seconds: float
     return asyncio.run(asyncio.wait_for(run(), IDLE_LIMIT_S))
 
 
-def memory_mib() -> float:
-    """Resident memory of this process, in MiB."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+def memory_mib(pid: int | str = "self") -> float:
+    """Resident memory of a process, in MiB; of this one, if none is named."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
@@ -246,48 +349,80 @@ def ticks(pid: int) -> int:
 # ---- all together
 
 
-STORIES: dict[str, Callable[[str], dict[str, float]]] = {"failing": failing, "raylet": raylet, "room": room}
-PARTS = ("failing", "raylet", "drain", "room", "idle")
+STORIES: dict[str, Callable[[str], dict[str, float]]] = {
+    "failing": failing,
+    "raylet": raylet,
+    "warm": warm,
+    "room": room,
+}
+PARTS = {"failing": "actor", "worker": "worker", "raylet": "raylet", "warm": "warm", "drain": "drain-{notice:g}-stood"}
+PARTS |= {"room": "room", "away": "away", "idle": "core"}
+"""By each part a figure that all of its trials have."""
+OURS_ALONE = ("worker", "idle")
+COMMON = {"kills": 5, "notice": 60.0, "away": 20.0, "nodes": 200, "living": 20, "seconds": 20.0}
+"""Defaults of the options that say how much is done."""
 
 
 def trial(part: str, chosen: argparse.Namespace) -> dict[str, dict[str, float]]:
     """One round of a part: every launcher in turn."""
     found: dict[str, dict[str, float]] = {}
     for launcher in chosen.under:
-        if part == "idle":
-            if launcher == OURS:
-                found[launcher] = idle(chosen.nodes, chosen.living, chosen.seconds)
+        if part in OURS_ALONE and launcher != OURS:
             continue
-        found[launcher] = drained(launcher, chosen.notice) if part == "drain" else STORIES[part](launcher)
+        if part == "worker":
+            found[launcher] = worker(chosen.kills)
+        elif part == "idle":
+            found[launcher] = idle(chosen.nodes, chosen.living, chosen.seconds)
+        elif part == "drain":
+            found[launcher] = drained(launcher, chosen.notice)
+        elif part == "away":
+            found[launcher] = away(launcher, chosen.away)
+        else:
+            found[launcher] = STORIES[part](launcher)
         say(f"{part} {launcher}: " + ", ".join(f"{name} {value:.2f}" for name, value in found[launcher].items()))
-    if part == "failing" and OURS in found:
-        found[OURS] |= local(LOCAL)
     return found
 
 
-def rows(found: dict[str, dict[str, list[float]]], chosen: argparse.Namespace) -> list[Row]:
+Found = dict[str, dict[str, list[float]]]
+
+
+def rows(found: Found, chosen: argparse.Namespace) -> list[Row]:
     """The table."""
-    ours, peer = found.get(OURS, {}), found.get(TRAIN, {})
+    ours = found.get(OURS, {})
     made = []
 
     def add(what: str, name: str, target: float | None, unit: str = "s", **more: Any) -> None:
         if ours.get(name):
-            made.append(Row(what, unit, ours[name], peer.get(name, ()), target, **more))
+            made.append(Row(what, unit, ours[name], found.get(TRAIN, {}).get(name, ()), target, **more))
+        quick = found.get(QUICK_TRAIN, {}).get(name)
+        if ours.get(name) and quick:
+            made.append(Row(f"{what}; peer at its quickest", unit, ours[name], quick, None, "ratio"))
+
+    def beyond(what: str, name: str, local: str) -> None:
+        if ours.get(local):
+            more = [mine - theirs for mine, theirs in zip(ours[name], ours[local], strict=True)]
+            made.append(Row(f"{what}, beyond the local backend's", "s", more, (), WORKER_S))
+            made.append(Row(f"{what}; peer the local backend", "s", ours[name], ours[local]))
 
     add("start of 2 nodes to their first step, on a cluster that runs", "start", START, of="ratio")
-    if ours.get("local"):
-        more = [mine - theirs for mine, theirs in zip(ours["worker"], ours["local"], strict=True)]
-        made.append(Row("killed worker to next step, beyond the local backend's", "s", more, (), WORKER_S))
-        made.append(Row("killed worker to next step; peer the local backend", "s", ours["worker"], ours["local"]))
+    beyond("killed worker to next step", "worker", "local")
+    if ours.get("master-mib"):
+        what = "memory of the master of 2 nodes; peer the local backend"
+        made.append(Row(what, "MiB", ours["master-mib"], ours["local-mib"]))
     add("killed actor to next step", "actor", HALF, of="ratio")
     add("SIGKILLed raylet to next step of 2 nodes, a third host idle", "raylet", HALF, of="ratio")
-    if ours.get("warm"):
-        what = "SIGKILLed raylet to next step of 2 nodes, with a warm node of ours"
-        made.append(Row(what, "s", ours["warm"], peer.get("raylet", ()), WARM, of="ratio"))
-    note = f"host drained with {chosen.notice:g} s notice"
-    add(f"{note}: steps lost", "drain-lost", 0.0, "steps")
-    add(f"{note}: longest time without a step", "drain-stood", DRAIN, of="ratio")
+    add("SIGKILLed raylet to next step of 2 nodes, with a warm node of ours", "warm", WARM, of="ratio")
+    for name in sorted(one for one in ours if one.startswith("drain-") and one.endswith("-lost")):
+        notice = name.removeprefix("drain-").removesuffix("-lost")
+        note = f"host drained with {notice} s notice"
+        add(f"{note}: steps lost", name, 0.0, "steps")
+        add(f"{note}: longest time without a step", f"drain-{notice}-stood", DRAIN, of="ratio")
     add("room for one more node to first step of the larger world", "room", ROOM, of="ratio")
+    note = f"state service killed, back after {chosen.away:g} s"
+    beyond(f"{note}: a worker killed meanwhile to next step", "away", "away-local")
+    add(f"{note}: a worker killed meanwhile to next step", "away", None)
+    add(f"{note}: workers restarted otherwise", "restarted", 0.0, "workers")
+    add(f"{note}: from its start until all nodes are known again", "known", KNOWN_S)
     if ours.get("core"):
         what = f"{chosen.nodes} nodes observed ({chosen.living} live, the others wait), nothing happens"
         made.append(Row(f"{what}: share of a core, desk and observer", "%", ours["core"], (), CORE))
@@ -300,15 +435,25 @@ def main() -> int:
 
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="these parts")
-        parser.add_argument("--under", nargs="+", choices=(OURS, TRAIN), default=[OURS, TRAIN], help="these launchers")
-        parser.add_argument("--notice", type=float, default=20.0, metavar="S", help="of a drain (default 20)")
-        parser.add_argument("--nodes", type=int, default=200, metavar="N", help="observed idle (default 200)")
-        parser.add_argument("--living", type=int, default=20, metavar="N", help="of these, with a process (default 20)")
-        parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of observing (default 20)")
+        launchers = (OURS, TRAIN, QUICK_TRAIN)
+        parser.add_argument("--under", nargs="+", choices=launchers, default=[OURS, TRAIN], help="these launchers")
+        for name, unit, what in (
+            ("kills", "N", "of a worker, in one job: the median is one trial"),
+            ("notice", "S", "of a drain"),
+            ("away", "S", "so long the state service is away"),
+            ("nodes", "N", "observed idle"),
+            ("living", "N", "of these, with a process"),
+            ("seconds", "S", "of observing"),
+        ):
+            default = COMMON[name]
+            kind = type(default)
+            parser.add_argument(
+                f"--{name}", type=kind, default=default, metavar=unit, help=f"{what} (default {default:g})"
+            )
         parser.add_argument(
             "--add",
             action="store_true",
-            help="keep the trials that the result file has of this commit, and add new ones",
+            help="go on with the result file, if what it measures has not changed since: up to --trials of each part",
         )
         parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
 
@@ -319,41 +464,56 @@ def main() -> int:
         Path(folder, TOLD).write_text(json.dumps(told), encoding="utf-8")  # the desk prints, too
         return 0
     result = Result("ray", "Ray Train 2.60, TorchTrainer: elastic, max_failures=-1, its preemption watcher on")
-    found = before(result, chosen.json) if chosen.add else {}
-    broken = False
-    for number in range(chosen.trials):
-        for part in chosen.only:
-            try:
-                told = trial(part, chosen)
-            except Broken as error:
-                say(f"{part} {number + 1}/{chosen.trials} cannot be measured: {error}")
-                broken = True
-                continue
-            for launcher, figures in told.items():
-                for name, value in figures.items():
-                    found.setdefault(launcher, {}).setdefault(name, []).append(value)
-    result.rows = rows(found, chosen)
-    result.details["trials"] = found
     result.notes.append(
         "health checks, polls and the peer's resize interval are as they come: Ray declares a raylet dead after up to 15 s, Ray "
         "Train's controller looks every 2 s, at notices every 5 s, and for room every 60 s"
     )
+    found = before(result, chosen.json) if chosen.add else {}
+    broken = not measured(result, found, chosen)
+    result.rows = rows(found, chosen)
     code = result.finish(chosen.json)
     return BROKEN if broken else code
 
 
-def before(result: Result, path: Path | None) -> dict[str, dict[str, list[float]]]:
-    """The trials of an earlier call of the same commit. Raises `SystemExit` where there are others."""
+def measured(result: Result, found: Found, chosen: argparse.Namespace) -> bool:
+    """Measure what is missing, into ``found`` and the result file; could all of it be?"""
+    good = True
+    for number in range(1, chosen.trials + 1):
+        for part in chosen.only:
+            launcher = OURS if part in OURS_ALONE else chosen.under[-1]
+            if len(found.get(launcher, {}).get(PARTS[part].format(notice=chosen.notice), ())) >= number:
+                continue
+            try:
+                told = trial(part, chosen)
+            except Broken as error:
+                say(f"{part} {number}/{chosen.trials} cannot be measured: {error}")
+                good = False
+                continue
+            for launcher, figures in told.items():
+                for name, value in figures.items():
+                    found.setdefault(launcher, {}).setdefault(name, []).append(value)
+            result.rows, result.details["trials"] = rows(found, chosen), found
+            result.write(chosen.json)
+    return good
+
+
+def before(result: Result, path: Path | None) -> Found:
+    """The trials of earlier calls, which measured the same code. Raises `SystemExit` where they did not."""
     file = path or RESULTS / "ray.json"
     if not file.exists():
         return {}
     told = json.loads(file.read_text(encoding="utf-8"))
-    if told["commit"] != result.commit:
-        raise SystemExit(
-            f"{file} is of commit {told['commit']}, and this is {result.commit}: measure all anew without --add"
-        )
+    commit = told["commit"]
+    if commit != result.commit:
+        changed = since(commit) if not commit.endswith("+") else None
+        if changed is None or changed.touching((*MEASURES, *OWN)):
+            raise SystemExit(
+                f"{file} is of commit {commit}, and what it measures is another now: measure all anew without --add"
+            )
+        result.commit = commit
     result.load_before = max(result.load_before, tuple(told["load_before"]))
-    found: dict[str, dict[str, list[float]]] = told["details"]["trials"]
+    found: Found = told["details"]["trials"]
+    result.details["trials"] = found
     return found
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 OBJECTS_BYTES = 80 << 20
 
@@ -17,7 +18,7 @@ OBJECTS_BYTES = 80 << 20
 def main() -> None:
     """Serve until stdin ends."""
     folder, hosts = sys.argv[1], int(sys.argv[2])
-    os.environ.update(RAY_TMPDIR=folder, RAY_USAGE_STATS_ENABLED="0")
+    os.environ.update(RAY_TMPDIR=folder, RAY_USAGE_STATS_ENABLED="0", RAY_gcs_storage_path=f"{folder}/gcs")
     Path(folder, "ray").mkdir(exist_ok=True)
     out, sys.stdout = sys.stdout, sys.stderr
     from ray.cluster_utils import Cluster
@@ -48,7 +49,7 @@ def main() -> None:
         deadline = int((time.time() + notice_s) * 1000)
         GcsClient(address=cluster.address).drain_node(raylets[host].node_id, reason, "a benchmark", deadline)
 
-    def answer(order: str, **told: float) -> object:
+    def answer(order: str, **told: Any) -> object:
         if order == "add":
             return add(**told)
         if order == "raylets":
@@ -56,6 +57,13 @@ def main() -> None:
         if order == "kill":
             at = time.monotonic()
             os.kill(raylet(str(told["host"])), signal.SIGKILL)
+            return at
+        if order == "state":  # the process that holds the cluster's state is killed, or started again
+            at, head = time.monotonic(), cluster.head_node
+            if told["is"] == "gone":
+                head.kill_gcs_server()
+            else:
+                head.start_gcs_server()
             return at
         if order == "drain":
             at = time.monotonic()

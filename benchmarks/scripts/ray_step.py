@@ -114,8 +114,8 @@ def train(told: dict[str, Any]) -> None:
         time.sleep(told["pause"])
 
 
-def fit(told: dict[str, Any], nodes: tuple[int, int], folder: Path) -> None:
-    """Hand the loop to Ray Train."""
+def fit(told: dict[str, Any], nodes: tuple[int, int], folder: Path, resize_s: float) -> None:
+    """Hand the loop to Ray Train, which looks for room every ``resize_s``."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -129,7 +129,9 @@ def fit(told: dict[str, Any], nodes: tuple[int, int], folder: Path) -> None:
         ray_step.train,
         train_loop_config=told,
         torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(num_workers=nodes if nodes[0] != nodes[1] else nodes[0]),
+        scaling_config=ScalingConfig(
+            num_workers=nodes if nodes[0] != nodes[1] else nodes[0], elastic_resize_monitor_interval_s=resize_s
+        ),
         run_config=RunConfig(name="bench", storage_path=str(folder), failure_config=FailureConfig(max_failures=-1)),
     )
     trainer.fit()
@@ -144,12 +146,15 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--pause", type=float, default=0.05, help="seconds added to every step")
     parser.add_argument("--trainer", metavar="MIN:MAX", help="be the driver of Ray Train")
+    parser.add_argument(
+        "--resize", type=float, default=60.0, help="seconds between two looks for room; Ray Train's own"
+    )
     options = parser.parse_args()
     told = {name: getattr(options, name) for name in ("diary", "steps", "every", "pause")}
     told["trainer"] = bool(options.trainer)
     if options.trainer:
         least, _, most = options.trainer.partition(":")
-        fit(told, (int(least), int(most or least)), options.checkpoint.parent)
+        fit(told, (int(least), int(most or least)), options.checkpoint.parent, options.resize)
     else:
         train(told)
 

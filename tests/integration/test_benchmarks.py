@@ -53,7 +53,7 @@ BY_NIGHT = {
     "leases": "--trials 1 --seconds 0.5 --epoch-s 1",
     "matcher": "--lines 1000",
     "overhead": "--steps 20",
-    "ray": "--only failing idle --nodes 4 --living 1 --seconds 1",
+    "ray": "--only failing worker away idle --kills 1 --away 4 --nodes 4 --living 1 --seconds 1",
     "records": "--events 3000 --agents 20 --readers 3 --seconds 0.5 --beats 100 --turns 1",
     "roles": "--rollouts 2 --kills 1",
 }
