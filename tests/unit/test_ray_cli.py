@@ -66,6 +66,9 @@ def test_a_script_that_is_not_in_the_runtime_environment(tmp_path: Path, monkeyp
     by_argument = cli_options.parse(["--backend", "ray:runtime_env=env.yaml", "train.py"])
     with pytest.raises(SpecError, match=r"'train\.py' is not in .*/code, the working_dir of env\.yaml"):
         ray_flags.check(by_argument)
+    # A whole path is looked for on each host; one that is not even here is a mistake.
+    with pytest.raises(SpecError, match=r"'/no/train\.py' is not here: name it as it is called in .*/code"):
+        ray_flags.check(cli_options.parse(["--backend", "ray", "--runtime-env", "env.yaml", "/no/train.py"]))
     (tmp_path / "code" / "train.py").touch()
     ray_flags.check(options)
     ray_flags.check(by_argument)

@@ -16,6 +16,8 @@ _NO_FILES = frozenset({"env_vars", "config"})
 """Parts of a runtime environment by which no script and no module comes to a host."""
 _FOLDERS = frozenset({"working_dir", "py_modules", "image_uri", "container"})
 """Parts by which a script may come."""
+_IMAGES = frozenset({"image_uri", "container"})
+"""Parts with which a host has other files than this one."""
 
 
 def arguments(group: argparse._ArgumentGroup) -> None:
@@ -102,6 +104,10 @@ def check(options: Options) -> None:
         )
     if not isinstance(folder, str) or _REMOTE in folder or Path(folder).is_file():  # an archive
         return
+    if Path(script).is_absolute() and not Path(script).exists() and not env.keys() & _IMAGES:
+        raise SpecError(
+            "training_script", f"{script!r} is not here: name it as it is called in {folder}, the working_dir of {file}"
+        )
     if not Path(script).is_absolute() and not Path(folder, script).is_file():
         raise SpecError(
             "training_script",
