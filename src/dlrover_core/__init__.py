@@ -115,6 +115,9 @@ if TYPE_CHECKING:
         AVOIDED as AVOIDED,
     )
     from dlrover_core.runtime.backend import (
+        DELETED as DELETED,
+    )
+    from dlrover_core.runtime.backend import (
         Backend as Backend,
     )
     from dlrover_core.runtime.backend import (
@@ -152,6 +155,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Agent": "runtime.agent",
     "AVOIDED": "runtime.backend",
+    "DELETED": "runtime.backend",
     "Backend": "runtime.backend",
     "BackendContext": "runtime.backends",
     "Batch": "kernel.events",

@@ -15,6 +15,7 @@ import pytest
 
 from dlrover_backends.fake_k8s import Ground
 from dlrover_backends.fake_k8s.kubelet.processes import of_pod
+from dlrover_backends.fake_k8s.kubelet.sandbox import Sandbox, Unbound
 
 Object = dict[str, Any]
 
@@ -134,6 +135,26 @@ def test_environment_of_a_container(cluster: Cluster) -> None:
         cluster.ground.strike(lambda kubelet: kubelet.log("train", "env"))
         == b"env 127. geheim value env-value geheim\n"
     )
+
+
+def test_a_claim_of_the_same_name_begins_empty(tmp_path: Path) -> None:
+    """Pods share what a claim holds, and it goes with the claim: the next one of that name has none of it. None: it waits."""
+    claims: dict[str, Object] = {}
+    spec = {"containers": [], "volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "logs"}}]}
+
+    def folder(uid: str) -> Path:
+        pod = {"metadata": {"uid": uid, "namespace": "train", "name": uid}, "spec": spec}
+        made = Sandbox(tmp_path, pod, "127.0.0.1", lambda _kind, _where, name: claims.get(name), {}, uid)
+        made.prepare()
+        return made.folder / "volumes" / "v"
+
+    with pytest.raises(Unbound, match='persistentvolumeclaim "logs" not found'):
+        folder("early")
+    claims["logs"] = {"metadata": {"uid": "first"}}
+    (folder("a") / "log").write_text("old")
+    assert (folder("b") / "log").read_text() == "old"
+    claims["logs"] = {"metadata": {"uid": "second"}}
+    assert not list(folder("c").iterdir())
 
 
 def test_a_deletion_gives_grace_and_then_kills(cluster: Cluster) -> None:

@@ -56,6 +56,30 @@ def test_the_schema_takes_what_users_write(job: Json) -> None:
     assert kept == job
 
 
+def test_the_schema_takes_all_that_dlrover_has() -> None:
+    """Each field of its definition stays, of the spec and of its operator's status; what does nothing is told."""
+    job = copy.deepcopy(JOBS[0])
+    job["spec"] |= {"dynamicSharding": True, "elasticScheduling": {"enabled": True}, "enableDynamicSharding": True}
+    theirs = {"conditions": [{"type": "Created", "status": "True", "lastUpdateTime": "x"}], "replicaStatuses": {}}
+    job["status"] = {"phase": "Created", "scalePlan": "p", "status": theirs}
+    assert schemas.causes(crd.schema(), job) == []
+    assert schemas.pruned(crd.schema(), job) == (job, [])
+    told = "\n".join(translate.read(job).notes)
+    assert all(f"spec.{one} does nothing here: " in told for one in ("dynamicSharding", "elasticScheduling"))
+
+
+def test_dlrovers_own_definition_can_stay() -> None:
+    """The overlay for clusters with DLRover's operator leaves out the definition of that name alone, and takes annotated jobs."""
+    (made,) = deploy.files()["overlays/beside-dlrover/kustomization.yaml"]
+    argument, left_out = (one["patch"] for one in made["patches"])
+    assert "--annotated-only" in argument
+    definition = crd.definition()
+    metadata = {"name": definition["metadata"]["name"]}
+    assert yaml.safe_load(left_out) == {
+        "$patch": "delete", "apiVersion": definition["apiVersion"], "kind": definition["kind"], "metadata": metadata
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [

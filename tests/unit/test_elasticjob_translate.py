@@ -219,6 +219,16 @@ def test_what_does_nothing_is_told() -> None:
     )
 
 
+def test_a_name_that_is_too_long_is_refused() -> None:
+    """The API server takes longer names than a job can have: the field, its length and the remedy are told."""
+    found = job("mnist")
+    found["metadata"]["name"] = "a" * 63
+    assert translate.read(found).name == "a" * 63
+    found["metadata"]["name"] = "a" * 64
+    with pytest.raises(SpecError, match=r"metadata.name.*64 characters.*63 at most.*shorter name"):
+        translate.read(found)
+
+
 def test_suspending_and_scheduling_are_passed_on() -> None:
     """``suspend``, ``priority`` and ``BatchScheduler`` say what they say."""
     assert translate.read(JOBS["automatic"]).suspended

@@ -106,6 +106,15 @@ def test_what_counts(verdict: str, signature: str, *, against: bool) -> None:
     assert hosts_rules.record(life.state, "h0") == hosts.HostRecord()
 
 
+@pytest.mark.parametrize(("reason", "strikes"), [(nodes.DELETED, 0), ("Deleted; node h1 is not Ready", 1), ("", 1)])
+def test_a_node_that_a_person_deleted_is_no_strike(reason: str, strikes: int) -> None:
+    """A person who deletes a pod gives no evidence against its host; a host that is not well, or no word at all, does."""
+    life = Life(4)
+    life.add(nodes.NodeGone("worker-1-0", reason, expected=False))
+    life.strike(1)
+    assert hosts_rules.record(life.state, "h1").failures_24h == strikes
+
+
 def test_strikes_are_of_one_day() -> None:
     """Failures are counted by class for 24 hours, and forgotten afterwards."""
     life = Life(8)

@@ -20,7 +20,7 @@ from dlrover_backends.k8s.client import KubernetesBackend
 from dlrover_backends.k8s.errors import ApiError, Request, Unreachable
 from dlrover_backends.k8s.hosts import FRESH_S, RACK_S, Hosts, of_host
 from dlrover_backends.k8s.outputs import FOLLOWED_MAX, Outputs
-from dlrover_core import BackendContext, LaunchRefused
+from dlrover_core import DELETED, BackendContext, LaunchRefused, Observation
 from dlrover_core.diagnosis import signatures
 from dlrover_core.diagnosis.classify import of_platform
 from dlrover_core.testing.backend_stand import make_launch, watching
@@ -92,6 +92,19 @@ def test_a_successor_of_a_listed_pod_waits_for_nobody() -> None:
         assert [one[0] for one in server.asked[asked:]] == ["POST"]
 
     asyncio.run(asyncio.wait_for(story(), BOUND_S))
+
+
+def test_what_the_end_of_a_pod_says() -> None:
+    """A person deleted it, the platform took it, its host is lost, or its labels are gone: only the first speaks for its host."""
+    before = Observation("worker-0-0", "running", host="h1", domain="a")
+    pod: dict[str, Any] = {"metadata": {"name": "p"}, "status": {}}
+    deleted: dict[str, Any] = {**pod, "metadata": {"name": "p", "deletionTimestamp": "2026-01-01T00:00:00Z"}}
+    disrupted = {"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}]}
+    assert endings.removed(deleted, before) == before._replace(phase="gone", reason=DELETED)
+    assert endings.removed({**deleted, "status": disrupted}, before).reason == "PreemptionByScheduler"
+    assert endings.removed(deleted, before, "Evicted").reason == "Evicted"
+    assert endings.removed(deleted, before._replace(phase="lost")).reason == ""
+    assert endings.removed(pod, before).reason == ""
 
 
 # ---- hosts

@@ -209,6 +209,17 @@ def test_an_agent_takes_the_deadline_and_the_host_of_its_platform() -> None:
     assert host in drive.facts(nodes.NodePlanned)[-1].avoid
 
 
+def test_who_deletes_a_node_says_nothing_of_its_host() -> None:
+    """`kubectl delete pod` of a person: the node leaves at a boundary, and its successor avoids no host."""
+    drive = two()
+    notice(drive, 45, nodes.DELETED)
+    assert [fact.host for fact in drive.facts(plans.NodeDrained)] == [""]
+    assert drive.facts(nodes.NodePlanned)[-1] == nodes.NodePlanned(NEXT, "worker", 1, 1)
+    drive.do(operations.LeaveNode(NODE, "SIGTERM"))
+    assert drive.facts(plans.NodeDrained)[-1].host == ""
+    assert drive.facts(nodes.NodePlanned)[-1].avoid == ()
+
+
 def test_an_agent_that_was_told_to_go_goes() -> None:
     """A notice that is withdrawn then comes too late: the process ends."""
     drive = two()

@@ -167,7 +167,7 @@ class HostSlice:
     """Hosts with something against them, by name, and the host of each place's newest node.
 
     ``opened``: the node of each incident that the newest batch opened, by record. ``taken``: the newest nodes that the
-    platform says it took away.
+    platform says it took away, or that a person deleted.
     """
 
     # A bad host stays bad, whatever runs there.
@@ -327,7 +327,7 @@ def _on_started(slice_: HostSlice, fact: world.WorkersStarted, record: Record) -
 def _on_ended(
     slice_: HostSlice, fact: nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost | nodes.NodeReleased, record: Record
 ) -> None:
-    if any(word in fact.reason.lower() for word in TAKEN):
+    if fact.reason == nodes.DELETED or any(word in fact.reason.lower() for word in TAKEN):
         slice_.taken = [*slice_.taken[-TAKEN_MAX + 1 :], fact.node]
     known = slice_.hosts.get(slice_.host_of(fact.node))
     if known is not None and known.trial == fact.node:

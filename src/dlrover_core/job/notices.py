@@ -106,6 +106,10 @@ class Notice:
     said_at: int
     leaves: bool = False
 
+    def clears(self, host: str) -> str:
+        """The host that the platform wants free, given the node's; empty: none, because a person deleted the node alone."""
+        return "" if self.words == nodes.DELETED else host
+
 
 @dataclass(slots=True)
 class NoticeSlice:

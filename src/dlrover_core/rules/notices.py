@@ -78,7 +78,7 @@ def _heed(state: JobState, name: str, now: int) -> Iterator[Event]:
         return
     within_us = notice.deadline - now if notice.deadline else us(state.job.spec.plan_s)
     reason = f"{notices.SAYS}{notice.words}"[: nodes.TEXT_MAX]
-    found = plans.drained(state, node, node.host, reason, now, within_us)
+    found = plans.drained(state, node, notice.clears(node.host), reason, now, within_us)
     if found.deadline:
         yield found
 

@@ -72,14 +72,14 @@ def _drain(state: JobState, command: operations.DrainNode | operations.LeaveNode
 
 
 def _leave(state: JobState, node: nodes.Node, command: operations.LeaveNode, now: int) -> NodeDrained:
-    """The agent was told to go. If the platform has announced that, its deadline counts, and its host is to be free."""
+    """The agent was told to go. If the platform has announced that, its deadline counts, and the host that it wants free."""
     within_us, notice = us(state.job.spec.stop_grace_s), state.notices.by_node.get(node.node)
     if notice is None:
         return plans.drained(state, node, "", command.reason, now, within_us)
     if notice.deadline > now:
         within_us = notice.deadline - now
     reason = f"{command.reason}; {notices.SAYS}{notice.words}"[: nodes.TEXT_MAX]
-    return plans.drained(state, node, node.host, reason, now, within_us)
+    return plans.drained(state, node, notice.clears(node.host), reason, now, within_us)
 
 
 def _named(state: JobState, name: str) -> nodes.Node:

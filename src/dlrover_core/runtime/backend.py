@@ -13,7 +13,7 @@ from dlrover_core.job import nodes
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.spec import JobSpec
 
-AVOIDED, PRINTED = nodes.AVOIDED, evidence.PRINTED
+AVOIDED, DELETED, PRINTED = nodes.AVOIDED, nodes.DELETED, evidence.PRINTED
 
 PHASES = ("pending", "running", "lost", "succeeded", "failed", "gone")
 
@@ -29,7 +29,8 @@ class Observation(NamedTuple):
                for the platform's
     host:      the platform's name of the host that it is on; empty: on none yet, or not known
     domain:    that host's failure domain (a rack, a zone); empty: not known
-    notice:    why the platform will take the node away, a drain or a pre-emption; empty: it will not, or no longer
+    notice:    why the platform will take the node away, a drain or a pre-emption; empty: it will not, or no longer. It is
+               `DELETED` where a person deleted the node itself: the successor may use the same host
     notice_us: how long after this was said it will; 0: it does not say
     age_us:    how long ago this was so
     waits:     of a pending one why the platform has not placed it yet: no room, a quota, an image; empty: nothing is in its way.

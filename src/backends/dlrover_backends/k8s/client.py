@@ -38,7 +38,7 @@ from dlrover_backends.k8s.listwatch import READ_S, ListWatch, Snapshot
 from dlrover_backends.k8s.warm import Warm
 from dlrover_core.errors import CoreError, LaunchRefused, SpecError
 from dlrover_core.job.orders import NodeLaunch
-from dlrover_core.runtime.backend import Admission, Changed, Listed, Observation, Wanted
+from dlrover_core.runtime.backend import DELETED, Admission, Changed, Listed, Observation, Wanted
 from dlrover_core.runtime.backends import BackendContext
 
 MADE_S = 900.0
@@ -420,8 +420,7 @@ class KubernetesBackend:
                 self._warm.news()
             if before[1].phase == "gone":
                 return None
-            taken = endings.disruption(pod) or (self._queue.taken(name) if self._queue is not None else "")
-            return Observation(name, "gone", reason=taken, host=before[1].host, domain=before[1].domain)
+            return endings.removed(pod, before[1], self._queue.taken(name) if self._queue is not None else "")
         self._uids[name] = uid
         self._note_pods({name: pod}, name)
         node = self._seen(pod, fresh=True)
@@ -435,7 +434,7 @@ class KubernetesBackend:
         if seen.host and self._told.rack and self._api is not None:
             rack = await self._hosts.rack(self._api, seen.host, self._told.rack)
             seen = seen._replace(domain=rack or seen.domain)
-        if not seen.host or not (seen.phase == "lost" or (seen.phase == "gone" and seen.reason in {"", "Deleted"})):
+        if not seen.host or not (seen.phase == "lost" or (seen.phase == "gone" and seen.reason in {"", DELETED})):
             return seen
         assert self._api is not None
         words = await self._hosts.wrong(self._api, seen.host)

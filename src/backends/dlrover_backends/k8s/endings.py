@@ -15,7 +15,7 @@ from dlrover_backends.k8s import names
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.pods import CONTAINER_NOTE
 from dlrover_core.diagnosis.classify import EX_USAGE, USAGE_WORD
-from dlrover_core.runtime.backend import AVOIDED, PRINTED, Observation
+from dlrover_core.runtime.backend import AVOIDED, DELETED, PRINTED, Observation
 
 ZONE = "topology.kubernetes.io/zone"
 TEXT_MAX = 300
@@ -82,6 +82,14 @@ def is_deleted(pod: Json) -> bool:
     return bool(pod["metadata"].get("deletionTimestamp"))
 
 
+def removed(pod: Json, before: Observation, taken: str = "") -> Observation:
+    """What the end of a pod that had not ended says of its node. ``taken``: the word of who took it away, if the pod has none."""
+    word = disruption(pod) or taken
+    if not word and is_deleted(pod) and before.phase != "lost":
+        word = DELETED  # one whose host is lost is often removed by force, and the host is the cause
+    return Observation(before.name, "gone", reason=word, host=before.host, domain=before.domain)
+
+
 def is_stranded(pod: Json, now: str) -> bool:
     """Was the pod to be gone by now, and does its host not answer? Then only the host, or the end of its Node, takes it away.
 
@@ -121,7 +129,7 @@ def _ended(pod: Json, name: str, main: Json | None, wall_s: float | None) -> Obs
     failed = status.get("phase") == "Failed" or code != 0 or bool(signal)
     if failed and is_deleted(pod) and not reason:
         # Somebody deleted the pod, and SIGTERM ended it: a wanted end, which no exit status makes a failure.
-        return Observation(name, "gone", code, "Deleted")
+        return Observation(name, "gone", code, DELETED)
     devices = _unhealthy(main or {}) if failed and not reason else ""
     if devices:  # by itself, and on a device that is broken: that speaks against the host
         reason, detail = DEVICE, devices
@@ -182,7 +190,7 @@ def _notice(pod: Json, wall_s: float | None) -> tuple[str, int]:
     end_s = _seconds(pod["metadata"].get("deletionTimestamp"))
     # The timestamp is when the grace is over. A clock that differs from ours cannot make it longer than the grace.
     left_s = grace_s if wall_s is None or end_s is None else min(grace_s, max(0.0, end_s - wall_s))
-    return _worded(taken or "Deleted", message), max(1, int(left_s * 1e6))
+    return _worded(taken or DELETED, message), max(1, int(left_s * 1e6))
 
 
 def _host_is_silent(status: Json, main: Json | None) -> bool:

@@ -21,7 +21,12 @@ Object = dict[str, Any]
 
 CAPACITY = {"cpu": "64", "memory": "512Gi", "nvidia.com/gpu": "8", "pods": "110", "ephemeral-storage": "1Ti"}
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
-KINDS = {"Secret": "secrets", "ConfigMap": "configmaps", "Service": "services"}
+KINDS = {
+    "Secret": "secrets",
+    "ConfigMap": "configmaps",
+    "Service": "services",
+    "PersistentVolumeClaim": "persistentvolumeclaims",
+}
 
 
 class Kubelet:

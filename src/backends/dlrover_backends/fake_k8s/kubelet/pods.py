@@ -14,7 +14,7 @@ from dlrover_backends.fake_k8s.cluster import kubeconfig
 from dlrover_backends.fake_k8s.kubelet import statuses
 from dlrover_backends.fake_k8s.kubelet.client import STRATEGIC, Client, path_of
 from dlrover_backends.fake_k8s.kubelet.processes import CANNOT_START, Container, kill_pod, last_words
-from dlrover_backends.fake_k8s.kubelet.sandbox import Look, Misconfigured, Sandbox
+from dlrover_backends.fake_k8s.kubelet.sandbox import Look, Misconfigured, Sandbox, Unbound
 
 Object = dict[str, Any]
 
@@ -267,6 +267,8 @@ class Pod:
             self.sandbox.prepare()
             for one in self.obj["spec"]["containers"]:
                 self.sandbox.environment(one)
+        except Unbound as wrong:
+            return "ContainerCreating", str(wrong)
         except Misconfigured as wrong:
             return "CreateContainerConfigError", str(wrong)
         return "", ""

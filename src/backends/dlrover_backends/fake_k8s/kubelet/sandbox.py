@@ -27,6 +27,10 @@ class Misconfigured(Exception):
     """A container refers to what is not there; the words of CreateContainerConfigError."""
 
 
+class Unbound(Misconfigured):
+    """A claim is not there, and is waited for."""
+
+
 def data_of(obj: Object) -> dict[str, bytes]:
     """A ConfigMap's or Secret's data."""
     if obj.get("kind") == "Secret" or "type" in obj:
@@ -42,7 +46,7 @@ class Sandbox:
         root: where pods' folders are.
         pod: the pod.
         address: its IP.
-        look: finds Secrets, ConfigMaps and Services.
+        look: finds Secrets, ConfigMaps, Services and claims.
         extra: variables of every container.
         mark: in the environment of all that the pod starts.
     """
@@ -64,6 +68,7 @@ class Sandbox:
 
         Raises:
             Misconfigured: a volume's source is not there.
+            Unbound: of these, a claim.
         """
         for volume in self._pod["spec"].get("volumes") or []:
             folder = self.folder / "volumes" / volume["name"]
@@ -86,8 +91,11 @@ class Sandbox:
         self.credentials = path
 
     def _claim(self, folder: Path, name: str) -> None:
-        """A claim's volume is one folder for all pods of its namespace, and outlives them."""
-        kept = self._claims / self.where / name
+        """A claim's volume is one folder for all pods of its namespace, and outlives them, but not the claim."""
+        claim = self._look("PersistentVolumeClaim", self.where, name)
+        if claim is None:
+            raise Unbound(f'persistentvolumeclaim "{name}" not found')
+        kept = self._claims / self.where / f"{name}-{claim['metadata']['uid']}"
         kept.mkdir(parents=True, exist_ok=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         if not folder.exists():

@@ -83,6 +83,10 @@ def _text(text: str, **more: Any) -> Json:
     return {"type": "string", "description": text, **more}
 
 
+def _any(text: str) -> Json:
+    return {"x-kubernetes-preserve-unknown-fields": True, "description": text}
+
+
 def _flag(text: str) -> Json:
     return {"type": "boolean", "description": text}
 
@@ -118,6 +122,8 @@ def _spec() -> Json:
             "brainService": _text("accepted, and does nothing"),
             "enableDynamicSharding": _flag("accepted, and does nothing"),
             "enableElasticScheduling": _flag("accepted, and does nothing"),
+            "dynamicSharding": _any("accepted, and does nothing"),
+            "elasticScheduling": _any("accepted, and does nothing"),
             "resourceLimits": {
                 "type": "object",
                 "description": "accepted, and does nothing: quotas bound what a job takes",
@@ -168,6 +174,8 @@ def _status() -> Json:
             "lastIncident": _text("cause and action of the newest incident"),
             "incidents": {"type": "integer", "description": "how many incidents there were"},
             "masters": _text("where the masters are reached, HOST:PORT"),
+            "status": {**_ANYTHING, "description": "DLRover's own operator's"},
+            "scalePlan": _text("DLRover's own operator's"),
             "startTime": _text("when the masters were first seen to lead", format="date-time"),
             "completionTime": _text("when the job ended", format="date-time"),
             "replicaStatuses": {

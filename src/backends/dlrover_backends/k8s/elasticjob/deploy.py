@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dlrover_backends.k8s import gangs, masters, names, queues
+from dlrover_backends.k8s import gangs, masters, names, queues, yaml_text
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.elasticjob import crd
 from dlrover_backends.k8s.elasticjob.translate import GROUP, OLD_GROUP, PLURAL
@@ -47,6 +47,7 @@ def files() -> dict[str, list[Json]]:
         "base/kustomization.yaml": [_kustomization()],
         "overlays/cluster-wide/rights.yaml": [role("ClusterRole"), _binding("ClusterRole")],
         "overlays/cluster-wide/kustomization.yaml": [_cluster_wide()],
+        "overlays/beside-dlrover/kustomization.yaml": [_beside_dlrover()],
         "overlays/kueue/rights.yaml": _kueue_rights(),
         "overlays/kueue/kustomization.yaml": [_kueue()],
         "overlays/node-reader/rights.yaml": _for_masters("hosts", HOST_RULES),
@@ -205,11 +206,34 @@ def _node_reader() -> Json:
     return {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": ["rights.yaml"]}
 
 
+def _beside_dlrover() -> Json:
+    """Where DLRover's own operator is installed: its definition stays, and only annotated jobs are taken."""
+    kept = f"{PLURAL}.{GROUP}"
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": kept},
+    }
+    return {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": ["../../base"],
+        "patches": [
+            {"target": {"kind": "Deployment", "name": NAME}, "patch": _argument("--annotated-only")},
+            {"patch": f"$patch: delete\n{yaml_text.written([definition]).removeprefix('---' + chr(10))}"},
+        ],
+    }
+
+
+def _argument(word: str) -> str:
+    """The patch that gives the operator one more argument."""
+    return f"- op: add\n  path: /spec/template/spec/containers/0/args/-\n  value: {word}\n"
+
+
 def _cluster_wide() -> Json:
-    argument = "- op: add\n  path: /spec/template/spec/containers/0/args/-\n  value: --all-namespaces\n"
     return {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": ["../../base", "rights.yaml"],
-        "patches": [{"target": {"kind": "Deployment", "name": NAME}, "patch": argument}],
+        "patches": [{"target": {"kind": "Deployment", "name": NAME}, "patch": _argument("--all-namespaces")}],
     }

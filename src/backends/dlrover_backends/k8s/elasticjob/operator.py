@@ -36,6 +36,8 @@ TELL_S = 10.0
 REFUSED_S = 60.0
 """After a refusal masters are asked for the same again so much later."""
 AT_ONCE = 16
+NAMED_MAX = 200
+"""So many characters of a job's name are in its events' names, which have 253 at most."""
 TRIES = 3
 """After so many tries an answer that may pass is told as one that does not."""
 AGAIN_S, SYNC_S = 0.3, 0.1
@@ -391,7 +393,10 @@ class Operator:
         body = {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"name": f"{metadata['name']}.{mark}", "namespace": metadata["namespace"]},
+            "metadata": {
+                "name": f"{metadata['name'][:NAMED_MAX].rstrip('.-')}.{mark}",
+                "namespace": metadata["namespace"],
+            },
             "involvedObject": {
                 "apiVersion": job["apiVersion"],
                 "kind": translate.KIND,

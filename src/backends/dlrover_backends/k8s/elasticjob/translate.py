@@ -43,8 +43,11 @@ _SPEC = {
     "optimizeMode": "sizes are those of replicas and of kubectl scale",
     "brainService": "there is no such service here",
     "resourceLimits": "the namespace's quota bounds what a job takes",
-    "enableElasticScheduling": "nodes come and go in every job",
-    "enableDynamicSharding": "every sample counts once in every job that reads through ElasticDataset",
+    **dict.fromkeys(("enableElasticScheduling", "elasticScheduling"), "nodes come and go in every job"),
+    **dict.fromkeys(
+        ("enableDynamicSharding", "dynamicSharding"),
+        "every sample counts once in every job that reads through ElasticDataset",
+    ),
 }
 """Fields of the spec that do nothing, and why."""
 _REPLICA = {
@@ -54,7 +57,7 @@ _REPLICA = {
 }
 _KNOWN = {
     *_SPEC,
-    *("distributionStrategy", "envs", "managedBy", "suspend", "replicaSpecs", "elasticScheduling", "dynamicSharding"),
+    *("distributionStrategy", "envs", "managedBy", "suspend", "replicaSpecs"),
 }
 _KNOWN_OF_A_GROUP = {
     *_REPLICA,
@@ -115,6 +118,12 @@ def read(thing: Mapping[str, Any], lines: launchers.Lines | None = None) -> Job:
     """The job that an object of the API describes. ``lines``: reads its command lines. Raises `SpecError`."""
     lines = lines or launchers.Unread()
     name = str((thing.get("metadata") or {}).get("name") or "")
+    if len(name) > names.LENGTH_MAX:
+        raise SpecError(
+            "metadata.name",
+            f"{name!r} has {len(name)} characters, and a job's name {names.LENGTH_MAX} at most: delete the object, and apply it "
+            "under a shorter name",
+        )
     spec = _mapping(thing.get("spec"), "spec")
     notes = list(_notes(thing, spec))
     old = str(thing.get("apiVersion", "")).startswith(f"{OLD_GROUP}/")
