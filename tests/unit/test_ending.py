@@ -45,6 +45,15 @@ def test_the_root_cause_comes_first() -> None:
     assert lines[-1].endswith("; 1 incident, see: dlrover report digits --state-dir s")
 
 
+def test_a_job_in_pods_is_called_what_other_hosts_call_it() -> None:
+    """What is to be typed next names the job's address, and no path inside of the masters' pod."""
+    told = life().die(10, "worker-1-0", 3, 1).tick(500)
+    lines = list(words(told.records, told.state, " --state-dir /var/lib/dlrover", None, "k8s:ml/digits"))
+    assert lines[-2] == "dlrover-run: next: dlrover explain k8s:ml/digits"
+    assert lines[-1].endswith("see: dlrover report k8s:ml/digits")
+    assert not any("/var/lib" in line for line in lines)
+
+
 def test_a_signal_is_named_and_missing_logs_are_explained() -> None:
     """A killed rank tells nothing: its signal does; and how output can be kept is said where it was not."""
     lines = said(life().die(10, "worker-0-0", 1, -11).tick(500))

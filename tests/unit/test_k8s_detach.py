@@ -284,6 +284,7 @@ def test_a_pod_s_environment_places_what_was_typed() -> None:
     assert options.masters == "digits-masters.ml.svc:29400"
     assert (options.nnodes.most, options.job_id) == (3, "digits")
     assert options.log == "from elsewhere"
+    assert in_pod.place(options) == "k8s:ml/digits"
     assert set(environ) == {"DLROVER_TOKEN", "DLROVER_ADDRESS"}
     environ = {one["name"]: "x" for one in env} | {in_pod.BIND: "fd00::7:29400"}
     assert in_pod.taken_in(options, environ)
@@ -291,6 +292,7 @@ def test_a_pod_s_environment_places_what_was_typed() -> None:
     plain = cli_options.parse(["train.py"])
     assert not in_pod.taken_in(plain, {})
     assert not in_pod.is_pod(plain)
+    assert in_pod.place(plain) == ""
     with pytest.raises(SpecError, match=in_pod.BIND):
         in_pod.taken_in(plain, {in_pod.BACKEND: "k8s"})
 

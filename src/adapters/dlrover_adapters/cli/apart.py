@@ -69,6 +69,7 @@ async def _lead(options: Options, settings: Settings, token: str, port: socket.s
     if not (pod and (Path(settings.directory) / "settings.json").exists()):
         await _check(settings, token)  # a master that follows another one in its pod hurries: its rights are the same
     how = lead.How(cli_options.shows_progress(options), cli_options.where(options), leaves=pod, pod=pod, apart=not pod)
+    how = how._replace(place=in_pod.place(options))
     showing = None if pod else asyncio.ensure_future(_show(settings, token))
     try:
         async with ray_attached.outlived(options, settings, token) as end:

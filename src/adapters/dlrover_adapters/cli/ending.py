@@ -49,20 +49,27 @@ def kept_by(settings: Settings) -> OutputFolder:
     return OutputFolder(settings.log_dir or "" if asked else "", settings.run_id or settings.job.job)
 
 
-def words(records: Sequence[Record], state: JobState, where: str, kept: OutputFolder | None = None) -> Iterator[str]:
-    """The lines to print. ``where`` are the options with which `dlrover` finds the log, empty for the default one."""
+def words(
+    records: Sequence[Record], state: JobState, where: str, kept: OutputFolder | None = None, place: str = ""
+) -> Iterator[str]:
+    """The lines to print.
+
+    ``where`` are the options with which `dlrover` finds the log, empty for the default one. ``place``: what `dlrover` calls the
+    job elsewhere, in place of its name and ``where``, as ``k8s:ml/train`` where the log lies in a pod.
+    """
     job, incidents = state.job, state.incidents.number
+    called = place or f"{job.name}{where}"
     if job.state == "failed":
-        yield from _failure(_this_run(records), state, where, kept or OutputFolder())
+        yield from _failure(_this_run(records), state, called, kept or OutputFolder())
     say = f"{WHO} job {job.name} {job.state}"
     if job.reason and job.state in ("failed", "stopped", "stopping"):
         say += f" ({job.reason})"
     if incidents:
-        say += f"; {_count(incidents, 'incident')}, see: dlrover report {job.name}{where}"
+        say += f"; {_count(incidents, 'incident')}, see: dlrover report {called}"
     yield say
 
 
-def _failure(records: Sequence[Record], state: JobState, where: str, kept: OutputFolder) -> Iterator[str]:
+def _failure(records: Sequence[Record], state: JobState, called: str, kept: OutputFolder) -> Iterator[str]:
     yield f"{WHO} root cause: {_line(state.job.root)}"
     culprit = guilty(records)
     if culprit is not None:
@@ -70,7 +77,7 @@ def _failure(records: Sequence[Record], state: JobState, where: str, kept: Outpu
         yield from _last_lines(culprit)
         yield from _others(records, culprit)
     yield from _attempts(records)
-    yield f"{WHO} next: dlrover explain {state.job.name}{where}"
+    yield f"{WHO} next: dlrover explain {called}"
 
 
 def _this_run(records: Sequence[Record]) -> Sequence[Record]:

@@ -44,6 +44,15 @@ def _bracketed(endpoint: str) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else endpoint
 
 
+def place(options: Options) -> str:
+    """What `dlrover` calls this pod's job on any other host; empty: this is no pod of masters."""
+    if not is_pod(options):
+        return ""
+    scheme, _, arguments = str(options.backend).partition(":")
+    told = dict(one.partition("=")[::2] for one in arguments.split(","))
+    return f"k8s:{told.get('namespace', '')}/{options.job_id}" if scheme == "k8s" else f"{scheme}:{options.job_id}"
+
+
 def is_pod(options: Options) -> bool:
     """Do masters run in a pod here, so that SIGTERM means this pod and not the job?"""
     return bool(getattr(options, "pod", False))

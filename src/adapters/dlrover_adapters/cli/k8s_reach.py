@@ -80,6 +80,7 @@ def _through(args: argparse.Namespace, reach: Reach, found: jobs.Found) -> int:
     address = reach.serve(found)
     os.environ[VARIABLE] = reach.call(jobs.token(reach.api, found))
     args.job, args.log = f"http://{address}/{quote(found.name, safe='')}", None
+    args.place = f"{SCHEME}{found.namespace}/{found.name}"
     through_masters(args)
     if hasattr(args, "master"):
         args.master = address  # by the log the leader is at an address of the cluster's own
@@ -94,7 +95,10 @@ def _say_over(reach: Reach, found: jobs.Found) -> int:
         print(words)
     elif found.why:
         print(found.why)
-    print(f"kubectl -n {found.namespace} logs job/{found.called} shows all that they said; dlrover stop removes it")
+    place = f"{SCHEME}{found.namespace}/{found.name}"
+    print(
+        f"kubectl -n {found.namespace} logs job/{found.called} shows all that they said; dlrover stop {place} removes it"
+    )
     return OK if found.over == "Complete" else FAILED
 
 

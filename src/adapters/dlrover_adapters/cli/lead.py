@@ -42,7 +42,8 @@ class How(NamedTuple):
 
     One that ``leaves`` hands the job over at SIGTERM, and where its log is shared at any signal: its nodes are all elsewhere.
     ``pod``: whoever keeps us is told by our status that a log cannot be led. ``apart``: where another scheduler has no
-    place for nodes, people are told.
+    place for nodes, people are told. ``place``: what `dlrover` calls the job on other hosts, where our log is in a pod or an
+    actor; empty: its name and ``where``.
     """
 
     progress: bool = False
@@ -51,6 +52,7 @@ class How(NamedTuple):
     leaves: bool = False
     pod: bool = False
     apart: bool = False
+    place: str = ""
 
 
 async def supervise(settings: Settings, token: str, port: socket.socket, nodes: Nodes, how: How) -> int:
@@ -236,7 +238,7 @@ async def _left(settings: Settings, how: How) -> int:
         return EX_AGAIN
     print(
         f"{say} trains on, but nobody stands by to lead it: start another dlrover master, and end the job, if that was meant, "
-        f"with: dlrover stop {name}{how.where}",
+        f"with: dlrover stop {how.place or name + how.where}",
         file=sys.stderr,
     )
     return EX_AGAIN
@@ -264,7 +266,7 @@ async def _conclude(settings: Settings, stopped_by: signal.Signals | None, how: 
         print(f"{how.command}: job {settings.job.job}: how it ended is not known: {error}", file=sys.stderr)
         return interrupted or EX_SOFTWARE
     state = fold(records)
-    for words in ending.words(records, state, how.where, ending.kept_by(settings)):
+    for words in ending.words(records, state, how.where, ending.kept_by(settings), how.place):
         print(words, file=sys.stderr)
     if interrupted and state.job.state not in ("succeeded", "failed"):
         return interrupted

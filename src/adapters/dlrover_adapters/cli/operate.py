@@ -23,6 +23,7 @@ from dlrover_adapters.cli.places import (
     LATE,
     OK,
     QUIET_S,
+    called,
     find_job,
     kept_token,
     log_arguments,
@@ -264,7 +265,7 @@ async def _tell(args: argparse.Namespace, log: EventLog, asked: Mapping[str, Any
     began = loop.time()
     quiet_until, deadline = began + QUIET_S, began + min(LEADER_S, args.timeout)
     while True:
-        why = f"nobody leads job {args.job!r}; 'dlrover status {args.job}' shows how it stands"
+        why = f"nobody leads job {args.job!r}; 'dlrover status {called(args)}' shows how it stands"
         leader = await log.leader(args.job)
         addresses = masters(args) or ([leader.address] if leader is not None and leader.address else [])
         if addresses:

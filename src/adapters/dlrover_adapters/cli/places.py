@@ -84,6 +84,11 @@ def through_masters(args: argparse.Namespace) -> None:
     )
 
 
+def called(args: argparse.Namespace, job: str = "") -> str:
+    """What a person calls the job that a command names: ``k8s:ml/train``, where its masters were reached so, else its name."""
+    return str(getattr(args, "place", "") or job or args.job)
+
+
 def kept_token(state_dir: Path | None, job: str) -> str:
     """The file of the token of a job that was launched on this host; empty where there is none."""
     from dlrover_core.logs.place import default_state_dir

@@ -79,6 +79,7 @@ def _through(args: argparse.Namespace, record: Record) -> int:
     os.environ[VARIABLE] = record.token
     args.job, args.log = f"{'https' if ca else 'http'}://{address}/{quote(record.job, safe='')}", None
     args.tls_ca = ca or None
+    args.place = f"{SCHEME}{record.job}"
     through_masters(args)
     done = args.run(args)
     return done if isinstance(done, int) else asyncio.run(done)

@@ -14,6 +14,7 @@ from dlrover_adapters.cli.places import (
     FAILED,
     OK,
     NotFound,
+    called,
     find_job,
     log_arguments,
     log_url,
@@ -275,6 +276,7 @@ async def explain(args: argparse.Namespace) -> int:
             )
         # Of an incident the last thing that was decided about it.
         decided = story.story.measures[-1].seq if args.incident and story and story.story.measures else 0
+        story = story._replace(job=called(args, story.job)) if story is not None else None
         told = explanation_of(records, args.seq or decided)
         if told is None:
             raise NotFound(f"job {source.job!r} has no event {args.seq}; its events are 1-{len(records)}")

@@ -95,10 +95,10 @@ async def run(args: argparse.Namespace) -> int:
         settings = dataclasses.replace(settings, masters=tuple(dict.fromkeys(masters)))
         if choice is None:
             _say(settings, options)
-        where = cli_options.where(options)
-        how = lead.How(where=where, command="dlrover master", leaves=True, pod=in_pod.is_pod(options))
+        pod, place = in_pod.is_pod(options), in_pod.place(options)
+        how = lead.How(where=cli_options.where(options), command="dlrover master", leaves=True, pod=pod, place=place)
         status = await lead.supervise(settings, token, port, NoNodes(), how)
-        if in_pod.is_pod(options) and status not in apart.UNFINISHED:
+        if pod and status not in apart.UNFINISHED:
             await apart.cleared(settings, token)
         return status
 
