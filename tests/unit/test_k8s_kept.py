@@ -28,13 +28,23 @@ def pods(api: Inside) -> list[str]:
     return [one["metadata"]["annotations"][names.NOTE_NAME] for one in api.objects("pods")]
 
 
-async def fails(api: Inside, backend: KubernetesBackend, watch: Watch, incarnation: int, index: int = 0) -> str:
+ENDED = {"terminated": {"exitCode": 3, "reason": "Error"}}
+
+
+async def fails(
+    api: Inside,
+    backend: KubernetesBackend,
+    watch: Watch,
+    incarnation: int,
+    index: int = 0,
+    phase: str = "Failed",
+    state: Any = ENDED,
+) -> str:
     """A node is launched, fails, and is deleted; the path of its pod."""
     node = make_launch(index, incarnation)
     await backend.launch(node, 1)
     path = f"{POD}/{names.pod_name(node.name, 'r1')}"
-    state = {"terminated": {"exitCode": 3, "reason": "Error"}}
-    status = {"phase": "Failed", "containerStatuses": [{"name": "node", "state": state, "ready": False}]}
+    status = {"phase": phase, "containerStatuses": [{"name": "node", "state": state, "ready": False}]}
     await api.ask("PATCH", f"{path}/status", body={"status": status})
     assert (await watch.over(node.name)).phase == "failed"
     await backend.delete(node.name, 1, 0.0)
@@ -61,6 +71,26 @@ def test_the_newest_failed_pod_of_each_place_stays() -> None:
         labels = (await api.ask("GET", path))["metadata"]["labels"]
         assert (labels[names.LABEL_KEPT], labels[names.LABEL_JOB]) == ("r1", "conformance")
         await second.clear()
+        assert pods(api) == []
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("phase", "state"),
+    [
+        ("Pending", {"waiting": {"reason": "CreateContainerConfigError", "message": 'secret "token" not found'}}),
+        ("Running", ENDED),
+    ],
+)
+def test_a_failed_node_whose_pod_is_not_over_is_deleted(phase: str, state: Any) -> None:
+    """What can never start, and what a sidecar still runs in, holds its host's room, which the successor needs."""
+
+    async def story() -> None:
+        api = Inside()
+        backend = KubernetesBackend(HERE, api)
+        async with watching(backend) as watch:
+            await fails(api, backend, watch, 0, phase=phase, state=state)
         assert pods(api) == []
 
     run(story())

@@ -12,7 +12,8 @@ from k8s_scripted import recorded_pods, recorded_refusals
 
 from dlrover_backends.k8s import endings, names, pods, refusals, settings
 from dlrover_backends.k8s.errors import Request, of_answer
-from dlrover_core import AVOIDED, BackendContext, LaunchRefused, NodeLaunch
+from dlrover_backends.k8s.stuck import STUCK_S, Patience
+from dlrover_core import AVOIDED, BackendContext, LaunchRefused, NodeLaunch, Observation
 from dlrover_core.diagnosis import signatures
 from dlrover_core.diagnosis.classify import of_platform
 from dlrover_core.errors import SpecError
@@ -370,6 +371,31 @@ def test_what_waiting_does_not_mend(reason: str, message: str, phase: str) -> No
     pod["status"]["containerStatuses"][0]["state"]["waiting"] = {"reason": reason, "message": message}
     seen = endings.observation(pod)
     assert (seen.phase, (seen.reason or seen.waits).partition(":")[0]) == (phase, reason)
+
+
+def test_what_is_to_pass_is_not_waited_for_for_ever() -> None:
+    """A kubelet that is slow for ten minutes without an end has failed the node: by its host, not by its configuration."""
+    clock = [0.0]
+    patience = Patience(lambda: clock[0])
+    pod = shown("img-0", "Pending")[-1]
+    waiting = pod["status"]["containerStatuses"][0]["state"]["waiting"] = {"reason": "CreateContainerError"}
+
+    def seen(message: str) -> Observation:
+        waiting["message"] = message
+        return patience.judged(pod, endings.observation(pod))
+
+    assert seen("context deadline exceeded").phase == "pending"
+    clock[0] = STUCK_S - 1
+    assert seen("rpc error: code = Unavailable").phase == "pending"
+    clock[0] = STUCK_S
+    told = seen("context deadline exceeded")
+    assert (told.phase, told.waits) == ("failed", "")
+    assert re.match(r"KubeletStuck: for 10 min the kubelet of .* has not started it: context deadline", told.reason)
+    assert of_platform(TABLE, told.phase, told.exit_code, told.reason).signature == "node.failed"
+    waiting["reason"] = "ContainerCreating"  # it has passed, and a new one is waited for anew
+    assert seen("").phase == "pending"
+    waiting["reason"] = "CreateContainerError"
+    assert seen("context deadline exceeded").phase == "pending"
 
 
 def test_a_start_that_timed_out_says_nothing_of_the_configuration() -> None:

@@ -35,6 +35,7 @@ from dlrover_backends.k8s.api import Api, Json, only, uid_of
 from dlrover_backends.k8s.errors import ApiError, Busy, Conflict, Forbidden, NotFound, Unreachable
 from dlrover_backends.k8s.hosts import Hosts
 from dlrover_backends.k8s.listwatch import READ_S, ListWatch, Snapshot
+from dlrover_backends.k8s.stuck import Patience
 from dlrover_backends.k8s.warm import Warm
 from dlrover_core.errors import CoreError, LaunchRefused, SpecError
 from dlrover_core.job.orders import NodeLaunch
@@ -67,8 +68,7 @@ class KubernetesBackend:
     ) -> None:
         self._here, self._told = here, settings.read(here)
         self._api, self._own = api, api is None
-        self._wall, self._now, self._read_s = wall, now, read_s
-        self._namespace = self._told.namespace
+        self._wall, self._now, self._read_s, self._namespace = wall, now, read_s, self._told.namespace
         self._highest = 0
         self._owner: Json | None = None
         self._owner_at = float("-inf")
@@ -86,7 +86,7 @@ class KubernetesBackend:
         self._list = Snapshot((), 0.0)  # the last one, without its objects
         self._kept = kept.Kept(here, self._ask, lambda: self._path("pods"), self.is_ours)
         self._ended: set[str] = set()
-        self._hosts = Hosts(now)
+        self._hosts, self._patience = Hosts(now), Patience(now)
         self._queue: queues.Queue | None = None
         if self._told.queue and self._told.gang != settings.VOLCANO:
             self._queue = queues.Queue(here, self._told, self._ask, cluster=self, now=now, wall=wall)
@@ -441,7 +441,8 @@ class KubernetesBackend:
         return seen._replace(reason="; ".join(filter(None, (seen.reason, words)))) if words else seen
 
     def _seen(self, pod: Json, *, fresh: bool = False) -> Observation:
-        seen = endings.observation(pod, self._wall())
+        self._kept.see(pod)
+        seen = self._patience.judged(pod, endings.observation(pod, self._wall()))
         if self._queue is not None:
             seen = self._queue.marked(seen, queues.place_of(pod))
         seen = seen._replace(seat=standbys.seat_of(pod))

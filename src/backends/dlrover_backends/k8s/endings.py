@@ -212,6 +212,19 @@ def _hopeless(status: Json) -> str:
     return ""
 
 
+def passing(pod: Json) -> str:
+    """The kubelet's message about a container that it cannot start now, where it counts as passing; empty: nothing such.
+
+    Its reason is left out: that is the word for a wrong configuration, too, which diagnosis would take it for.
+    """
+    for one in _statuses(pod.get("status") or {}):
+        waiting = (one.get("state") or {}).get("waiting") or {}
+        message = " ".join(str(waiting.get("message") or "").split())
+        if str(waiting.get("reason") or "") in HOPELESS and _passes(message):
+            return message
+    return ""
+
+
 def _passes(message: str) -> bool:
     return any(words in message for words in PASSING)
 

@@ -18,6 +18,8 @@ from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, NotFound
 from dlrover_backends.k8s.refusals import missing_right
 from dlrover_core.runtime.backends import BackendContext
 
+OVER_MAX = 4096
+
 log = structlog.get_logger("dlrover.backend")
 
 
@@ -42,13 +44,21 @@ class Kept:
         self._newest: dict[str, _Pod] | None = None
         self._older = set[_Pod]()
         self._may = True
+        self._over: dict[str, None] = {}  # uids of pods that hold nothing any more, oldest first
+
+    def see(self, pod: Json) -> None:
+        """A pod as it is now. Only one that is over may be kept: any other may hold its host's room, whatever it is taken for."""
+        if (pod.get("status") or {}).get("phase") == "Failed":
+            self._over[uid_of(pod)] = None
+            if len(self._over) > OVER_MAX:
+                del self._over[next(iter(self._over))]
 
     async def keep(self, node: str, pod: str, uid: str, owner: Json) -> bool:
-        """Keep the failed pod of a node, and delete the one that was kept of its place; False: this one is to be deleted.
+        """Keep the pod of a node that is over, and delete the one that was kept of its place; False: this one is to be deleted.
 
         Raises `NotFound` and `Conflict` where the pod is gone or another one has its name, and `ApiError`.
         """
-        if not self._may:
+        if not self._may or uid not in self._over:
             return False
         own = names.labels(self._here.job, self._here.run)
         labels = {names.LABEL_RUN: None, names.LABEL_NODE: None, names.LABEL_KEPT: own[names.LABEL_RUN]}
