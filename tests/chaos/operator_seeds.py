@@ -20,7 +20,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -123,6 +123,7 @@ class Stand:
         self.api = Transport(config)
         self._own: Transport | None = None
         self.running: asyncio.Future[None] | None = None
+        self.forget: Callable[[str, str], Awaitable[None]] | None = None
         self.made: Counter[tuple[str, str]] = Counter()
         server.api.listen(self._heard)
 
@@ -135,7 +136,7 @@ class Stand:
         user = ADMIN if rules is None else User("system:serviceaccount:train:operator", rules=tuple(rules))
         self.server.rights.tokens[OPERATOR] = user
         self._own = Transport(self._operators)
-        made = Operator(self._own, self.tells, self.settings, "train", look_s=LOOK_S)
+        made = Operator(self._own, self.tells, self.settings, "train", look_s=LOOK_S, forget=self.forget)
         self.running = asyncio.ensure_future(made.run())
 
     async def kill(self) -> None:

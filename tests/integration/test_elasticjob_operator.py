@@ -16,6 +16,7 @@ from dlrover_backends.k8s import names
 from dlrover_backends.k8s.elasticjob import deploy, leader, reconcile
 from dlrover_backends.k8s.elasticjob.leader import Leader
 from dlrover_backends.k8s.errors import Conflict
+from dlrover_core.errors import LogUnavailable
 
 Object = dict[str, Any]
 
@@ -64,6 +65,30 @@ async def test_a_job_from_its_object_to_its_end(stand: Stand) -> None:
     assert {"Running", "Suspended"} <= reasons
     await stand.api.ask("DELETE", f"{BASE}/{NAME}")
     await stand.until(lambda: stand.job() is None and not stand.left(), "all gone")
+
+
+@in_a_stand
+async def test_an_etcd_that_does_not_answer_keeps_the_object(stand: Stand) -> None:
+    """A deleted job stays until its log is removed, and says why, and how to leave the log there."""
+    answers, forgotten = asyncio.Event(), list[tuple[str, str]]()
+
+    async def forget(namespace: str, name: str) -> None:
+        if not answers.is_set():
+            raise LogUnavailable("no member answers")
+        forgotten.append((namespace, name))
+
+    stand.forget, stand.settings = forget, stand.settings._replace(etcd="etcd://e:2379")
+    await stand.begin()
+    await applied(stand, job())
+    await stand.until(lambda: stand.status().get("phase") == "Running", "it runs")
+    await stand.api.ask("DELETE", f"{BASE}/{NAME}")
+    await stand.until(lambda: stand.condition("Reconciled")[0] == "False", "it is told")
+    said = stand.condition("Reconciled")[1]
+    assert "no member answers" in said
+    assert f"annotate elasticjob {NAME} {reconcile.NOTE_KEEP_LOG}=true" in said
+    answers.set()
+    await stand.until(lambda: stand.job() is None and not stand.left(), "all gone")
+    assert forgotten == [("train", NAME)]
 
 
 async def columns(stand: Stand) -> list[Any]:

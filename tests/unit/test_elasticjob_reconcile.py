@@ -425,6 +425,20 @@ def test_a_deleted_job_goes_in_order() -> None:
     assert last.body == {"metadata": {"finalizers": None, "resourceVersion": "7"}}
 
 
+@pytest.mark.parametrize(
+    ("etcd", "notes", "erased"),
+    [("etcd://e", {}, True), ("etcd://e", {reconcile.NOTE_KEEP_LOG: "true"}, False), ("", {}, False)],
+)
+def test_what_an_etcd_has_of_a_deleted_job_goes_too(etcd: str, notes: Json, erased: bool) -> None:
+    """Last, before the name is free for another job; not where an annotation keeps it, and not without an etcd."""
+    thing = kept(deletionTimestamp=NOW, annotations=notes)
+    *first, last = reconcile.reconcile(Observed(thing), SETTINGS._replace(etcd=etcd)).writes
+    assert first == ([reconcile.Erase("ml", "mnist")] if erased else [])
+    assert isinstance(last, Patch)
+    still = reconcile.reconcile(Observed(thing, left=True), SETTINGS._replace(etcd=etcd)).writes
+    assert all(isinstance(one, Remove) for one in still)
+
+
 def test_masters_pods_end_before_nodes_are_removed() -> None:
     """A master that ends slowly would make a pod for each that is removed."""
     thing, ends = kept(deletionTimestamp=NOW), {"deletionTimestamp": NOW}

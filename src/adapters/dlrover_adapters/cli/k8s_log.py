@@ -6,6 +6,7 @@ All of it lies in the job's Secret. The files are read where the command is type
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, urlencode
@@ -60,6 +61,27 @@ def read(log: str, folder: str, *, password: str | None = None, key: str | None 
     if key is not None and "key" in files:
         told[FILES["key"]] = key
     return Told(_url(found, {name: f"{folder}/{FILES[name]}" for name in files}, password), told)
+
+
+def forgetting(log: str) -> Callable[[str, str], Awaitable[None]] | None:
+    """Removes what this etcd has of the job of a namespace and name; None: there is no etcd, or an archive has the history, too.
+
+    A job's archive cannot be removed from here, and without its log the next job of the name could not use it.
+    """
+    if not log:
+        return None
+    from dlrover_adapters.etcd import address
+    from dlrover_backends.k8s import masters
+
+    if address.parse(log).archive:
+        return None
+
+    async def forget(namespace: str, job: str) -> None:
+        from dlrover_adapters.etcd.erasing import erase
+
+        await erase(masters.by_namespace(log, namespace), job)
+
+    return forget
 
 
 def _url(found: Address, files: dict[str, str], password: str | None) -> str:

@@ -107,7 +107,8 @@ async def _run(args: argparse.Namespace, log: k8s_log.Told) -> int:
 
         async def work() -> None:
             where = "" if args.all_namespaces else home
-            await Operator(api, HttpMasters(), settings, where, look_s=args.look).run()
+            forget = k8s_log.forgetting(args.log or os.environ.get(LOG, ""))
+            await Operator(api, HttpMasters(), settings, where, look_s=args.look, forget=forget).run()
 
         leading = asyncio.ensure_future(leader.lead(work))
         loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """Where things lie in etcd. All keys of one log begin with its prefix, those of one job with the job's name, escaped.
 
 ```
-{prefix}/v1/names/{job}                         what `jobs()` lists; made with the first leader, never deleted
+{prefix}/v1/names/{job}                         what `jobs()` lists; made with the first leader, deleted with the job (`erasing`)
 {prefix}/v1/jobs/{job}/leader                   lease-bound; its create_revision is the fencing token; value: `Leader`
 {prefix}/v1/jobs/{job}/head                     value: `Head`; rewritten by every append
 {prefix}/v1/jobs/{job}/log/{last_seq:020d}      value: one batch's payload; never rewritten, contiguous by sequence number

@@ -12,7 +12,7 @@ import hashlib
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import datetime, timezone
 from typing import NamedTuple
 
@@ -23,9 +23,9 @@ from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.backoff import BackOff
 from dlrover_backends.k8s.elasticjob import reconcile, refused, standing, translate
 from dlrover_backends.k8s.elasticjob.cache import Cache
-from dlrover_backends.k8s.elasticjob.reconcile import Ask, Make, Observed, Outcome, Patch, Remove, Settings
+from dlrover_backends.k8s.elasticjob.reconcile import Ask, Erase, Make, Observed, Outcome, Patch, Remove, Settings
 from dlrover_backends.k8s.elasticjob.telling import At, Masters, Told
-from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, NotFound
+from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, NotFound, Request
 from dlrover_backends.k8s.listwatch import ListWatch
 from dlrover_core.errors import CoreError, Refused
 from dlrover_core.runtime.within import within
@@ -41,6 +41,8 @@ NAMED_MAX = 200
 TRIES = 3
 """After so many tries an answer that may pass is told as one that does not."""
 AGAIN_S, SYNC_S = 0.3, 0.1
+ERASE_S = 60.0
+"""So long etcd may take to remove a job's log, before it is asked again."""
 RIVAL = "dlrover-controller-manager"
 OURS = f"{names.LABEL_BY}={names.BY}"
 
@@ -62,6 +64,7 @@ class Operator:
     settings:  what jobs are given
     namespace: whose jobs; empty: those of all namespaces
     look_s:    how often a job's masters are asked
+    forget:    removes what an etcd has of a job of this namespace and name; None: it stays
     """
 
     def __init__(
@@ -74,9 +77,10 @@ class Operator:
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         look_s: float = LOOK_S,
+        forget: Callable[[str, str], Awaitable[None]] | None = None,
     ) -> None:
         self._api, self._tells, self._settings, self._namespace = api, tells, settings, namespace
-        self._now, self._wall, self._look_s = now, wall, look_s
+        self._now, self._wall, self._look_s, self._log_forgets = now, wall, look_s, forget
         self._jobs = dict[str, Cache]()
         self._masters = self._cache("batch/v1", "Job", OURS, self._heard_masters)
         self._pods = self._cache("v1", "Pod", OURS, self._heard)
@@ -329,6 +333,8 @@ class Operator:
                     await self._api.ask("PATCH", one.path, body=one.body)
             elif isinstance(one, Remove):
                 await self._remove(one.path, job)
+            elif isinstance(one, Erase):
+                await self._erase(one)
             else:
                 await self._ask_masters(uid, one)
         # Objects that are not watched tell nobody that they are gone.
@@ -357,6 +363,20 @@ class Operator:
         body = {**options, "preconditions": {"uid": found["metadata"]["uid"]}}
         with contextlib.suppress(NotFound, Conflict):
             await self._api.ask("DELETE", path, body=body)
+
+    async def _erase(self, one: Erase) -> None:
+        """Raises `LogStays`."""
+        if self._log_forgets is None:
+            return
+        try:
+            await within(ERASE_S, self._log_forgets(one.namespace, one.job))
+        except (CoreError, asyncio.TimeoutError) as error:
+            why = (
+                f"what the etcd has of the job is not removed yet: {str(error) or 'it does not answer'}; to leave it there: "
+                f"kubectl -n {one.namespace} annotate elasticjob {one.job} {reconcile.NOTE_KEEP_LOG}=true"
+            )
+            asked = Request("DELETE", f"/api/v1/namespaces/{one.namespace}/logs/{one.job}")
+            raise refused.LogStays(asked, 0, why) from error
 
     async def _mine(self, path: str, job: Json) -> Json | None:
         """The object, if it is the job's: a masters' pod is its Job's."""

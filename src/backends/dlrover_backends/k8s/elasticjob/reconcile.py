@@ -24,6 +24,8 @@ from dlrover_core.errors import SpecError
 FINALIZER = MANAGER = "dlrover-core/operator"
 NOTE_TAKE, NOTE_TEMPLATES, NOTE_KEPT = "dlrover-core/operator", "dlrover-core/templates", "dlrover-core/nodes-kept"
 NOTE_FILES = "dlrover-core/log-files"
+NOTE_KEEP_LOG = "dlrover-core/keep-log"
+"""Of a job whose log is in etcd: ``true`` lets it stay there when the job is deleted."""
 CLAIM_SIZE = "1Gi"
 
 
@@ -97,7 +99,14 @@ class Ask(NamedTuple):
     command: Json
 
 
-Write = Make | Patch | Remove | Ask
+class Erase(NamedTuple):
+    """Remove what an etcd has of the job."""
+
+    namespace: str
+    job: str
+
+
+Write = Make | Patch | Remove | Ask | Erase
 
 
 class Outcome(NamedTuple):
@@ -134,7 +143,7 @@ def is_ours(job: Json, settings: Settings) -> bool:
 def reconcile(seen: Observed, settings: Settings) -> Outcome:
     """What is to be written now."""
     if seen.job["metadata"].get("deletionTimestamp"):
-        return _removing(seen)
+        return _removing(seen, settings)
     try:
         job = translate.read(seen.job, settings.lines)
         plan = plan_of(seen.job, job, settings)
@@ -272,8 +281,11 @@ def _rejected(seen: Observed, why: str) -> Outcome:
 # ---- a job that is deleted
 
 
-def _removing(seen: Observed) -> Outcome:
-    """The masters go first, who would make pods, and are waited for; then pods; then the rest; then the object may go, too."""
+def _removing(seen: Observed, settings: Settings) -> Outcome:
+    """The masters go first, who would make pods, and are waited for; then pods; then the rest; then the object may go, too.
+
+    What an etcd has of it goes last: until then nobody else takes the name.
+    """
     finalizers = list(seen.job["metadata"].get("finalizers") or ())
     if FINALIZER not in finalizers:
         return Outcome()
@@ -284,8 +296,11 @@ def _removing(seen: Observed) -> Outcome:
         return Outcome(tuple(Remove(path_of(one)) for one in first if not one["metadata"].get("deletionTimestamp")))
     if seen.left:
         return Outcome(tuple(Remove(one) for one in belongings(seen.job)))
+    metadata = seen.job["metadata"]
+    keeps = (metadata.get("annotations") or {}).get(NOTE_KEEP_LOG) == "true"
+    log = (Erase(metadata["namespace"], metadata["name"]),) if settings.etcd and not keeps else ()
     kept = [one for one in finalizers if one != FINALIZER]
-    return Outcome((_finalizers(seen.job, kept),))
+    return Outcome((*log, _finalizers(seen.job, kept)))
 
 
 def staying(pods: tuple[Json, ...], now: str) -> list[Json]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, Invalid, NotFound, Request
 from dlrover_backends.k8s.refusals import place
 
-TAKEN, RIGHT, QUOTA, RULES, INVALID, MISSING, NO_ANSWER = (
+TAKEN, RIGHT, QUOTA, RULES, INVALID, MISSING, NO_ANSWER, LOG_STAYS = (
     "NameTaken",
     "MissingRight",
     "QuotaExceeded",
@@ -16,6 +16,7 @@ TAKEN, RIGHT, QUOTA, RULES, INVALID, MISSING, NO_ANSWER = (
     "NotTaken",
     "NotFound",
     "NoAnswer",
+    "LogStays",
 )
 HOME, ROLE = "dlrover", "dlrover-operator"
 """Where ``deploy/base`` puts the operator, and its Role."""
@@ -28,6 +29,10 @@ OVERLAYS = (
 
 class Taken(Conflict):
     """The name is another's."""
+
+
+class LogStays(ApiError):
+    """What an etcd has of a job that is deleted cannot be removed."""
 
 
 class Refusal(NamedTuple):
@@ -46,6 +51,8 @@ class Refusal(NamedTuple):
 def read(error: ApiError) -> Refusal:
     """What an error of the API means to whoever applied a job."""
     asked = _asked(error.asked)
+    if isinstance(error, LogStays):
+        return Refusal(LOG_STAYS, error.message)
     if isinstance(error, Taken):
         return Refusal(TAKEN, error.message)
     if isinstance(error, Forbidden):
