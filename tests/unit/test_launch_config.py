@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover_adapters.agent.config import LaunchConfig, Mode, Streams, birth_environment, parse_streams
+from dlrover_adapters.agent.config import LaunchConfig, Mode, Streams, birth_environment, parse_streams, rank_overrides
 from dlrover_adapters.torch.environment import NON_TEMPORAL
 from dlrover_core.errors import SpecError
 
@@ -117,3 +117,13 @@ def test_commands_have_no_zygote() -> None:
     assert LaunchConfig(("a.py",)).warm
     assert not LaunchConfig(("a.py",), preload=None).warm
     assert not LaunchConfig(("a.out",), mode=Mode.COMMAND).warm
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "told"), [({"NODE_RANK": ""}, {"NODE_RANK": "3"}), ({"NODE_RANK": "7"}, {}), ({}, {})]
+)
+def test_dlrovers_names_of_a_place_are_filled_in(scheduled: dict[str, str], told: dict[str, str]) -> None:
+    """A pod that waited for its name has ``NODE_RANK`` without a value: workers find their node's place in it."""
+    config = LaunchConfig(("train.py",))
+    assert rank_overrides(config, 0, "worker-3-1", scheduled) == {"DLROVER_PLACE": "3", **told}
+    assert rank_overrides(config, 0, "", scheduled) == {}

@@ -28,6 +28,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SECRETS = ("DLROVER_TOKEN", "DLROVER_ETCD_PASSWORD")
 GROUP_VARIABLE, PLACE_VARIABLE = "DLROVER_GROUP", "DLROVER_PLACE"
 """Of which group a worker is, and its node's place in it, from 0 on."""
+NODE_VARIABLES = ("NODE_RANK", "NODE_ID", "WORKER_RANK", "WORKER_ID")
+"""DLRover's names for the place. A scheduler sets them, but where an agent waits for its name they are there and empty."""
 
 
 class Mode(enum.Enum):
@@ -196,6 +198,7 @@ def rank_overrides(config: LaunchConfig, local_rank: int, node: str, inherited: 
     """Variables of one rank of ``node`` that go before those its framework sets."""
     place = node.rsplit("-", 2)[1:2]  # a node's name is <group>-<place>-<incarnation>
     found = {PLACE_VARIABLE: place[0]} if place else {}
+    found |= {name: place[0] for name in NODE_VARIABLES if place and inherited.get(name) == ""}
     if config.virtual_local_rank:
         visible = inherited.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible is not None else [str(one) for one in range(config.nproc)]
