@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,19 @@ class Detached:
         line = ("--detach", *where, "--image", "trainer:1", "--job-id", "digits", "--nnodes", "2")
         lean = ("--preload", "none", "--set", "stop_grace_s=5", str(SCRIPTS / "until_told.py"), str(self.folder))
         return self.says("dlrover-run", *line, *lean)
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[subprocess.Popen[str]]:
+        """`dlrover attach`, once it has begun to show the job."""
+        env = {**os.environ, "KUBECONFIG": str(self.config)}
+        words = [str(Path(BIN) / "dlrover"), "attach", "k8s:train/digits"]
+        with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            try:
+                assert process.stdout is not None
+                assert "attached to job digits" in process.stdout.readline()
+                yield process
+            finally:
+                process.kill()
 
     def runs(self, *command: str) -> None:
         """Wait until a command says that all workers run: their files are there before the master knows."""
@@ -114,10 +129,14 @@ def test_masters_may_die_and_nothing_is_left(job: Detached) -> None:
     job.until(lambda: bool(job.masters()) and first not in job.masters(), "another master")
     (second,) = job.masters()
     job.until(lambda: job.masters().get(second, {}).get("status", {}).get("phase") == "Running", "it runs")
-    (job.folder / "end").touch()
-    job.until(lambda: not job.masters(), "the end")
-    told = job.says("dlrover", "status", "k8s:train/digits", status=None)
-    assert "has ended well" in told, told + job.printed()
+    with job.attached() as attached:
+        (job.folder / "end").touch()
+        job.until(lambda: not job.masters(), "the end")
+        told = job.says("dlrover", "status", "k8s:train/digits", status=None)
+        assert "has ended well" in told, told + job.printed()
+        out, _ = attached.communicate(timeout=BOUND_S)
+    assert attached.returncode == 0, out
+    assert "job digits has ended well" in out, out
     assert len(job.ranks()) == 2, job.ranks()
     assert "removed" in job.says("dlrover", "stop", "k8s:digits")
     assert not job.left()

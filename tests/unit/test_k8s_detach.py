@@ -508,7 +508,7 @@ def test_names_of_jobs_in_a_cluster(text: str, place: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (("attach", "k8s:digits"), "'dlrover attach' is for jobs of this host"),
+        (("attach", "k8s:digits"), "none' is not there, and this is no pod"),
         (("status", "k8s:"), "'k8s:' names no job in Kubernetes"),
         (("status", "k8s:digits", "--log", "etcd://e"), "names the log already"),
         (("status", "k8s:digits"), "none' is not there, and this is no pod"),
@@ -534,6 +534,7 @@ def test_jobs_in_a_cluster_that_cannot_be_reached(
         (("--namespace", "ml", "stop", "digits", "--no-wait"), "k8s:ml/digits"),
         (("explain", "digits"), "k8s:digits"),
         (("explain", "k8s:a/b", "-n", "ml"), "k8s:a/b"),
+        (("attach", "digits", "-n", "ml"), "k8s:ml/digits"),
         (("events", "digits", "--log", "etcd://e"), "digits"),
     ],
 )

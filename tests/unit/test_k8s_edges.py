@@ -264,7 +264,7 @@ def _running(name: str) -> dict[str, Any]:
     return {"metadata": {"name": name, "uid": name, "annotations": notes}, "status": status}
 
 
-def shown(server: Texts, until: str, *pods: dict[str, Any]) -> str:
+def shown(server: Texts, until: str, *pods: dict[str, Any], earlier: bool = True) -> str:
     """What is written for these pods, until a text is among it."""
     server.objects |= {f"{PODS}/{one['metadata']['name']}": one for one in pods}
     text, enough = bytearray(), asyncio.Event()
@@ -275,7 +275,8 @@ def shown(server: Texts, until: str, *pods: dict[str, Any]) -> str:
             enough.set()
 
     async def story() -> None:
-        outputs = Outputs(server, PODS, "", lambda pod: pod["metadata"]["uid"] != "theirs", write)  # type: ignore[arg-type]
+        ours = lambda pod: pod["metadata"]["uid"] != "theirs"  # noqa: E731
+        outputs = Outputs(server, PODS, "", ours, write, earlier=earlier)  # type: ignore[arg-type]
         running = asyncio.ensure_future(outputs.run())
         await enough.wait()
         running.cancel()
@@ -292,6 +293,13 @@ def test_what_nodes_print_is_shown() -> None:
     waiting = {**_running("w"), "status": {"phase": "Pending"}}
     assert shown(server, "two\n", _running("a"), _running("theirs"), waiting) == "[default0]: one\ntwo\n"
     assert server.queries == [{"follow": "true", "container": "node"}]
+
+
+def test_who_attaches_later_sees_what_comes_from_then_on() -> None:
+    """What a pod has printed before is left to kubectl logs."""
+    server = Texts(a=[[b"new"]])
+    assert shown(server, "new\n", _running("a"), earlier=False) == "new\n"
+    assert server.queries == [{"follow": "true", "tailLines": "0", "container": "node"}]
 
 
 def test_output_that_is_cut_off_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,9 +45,9 @@ def read(text: str) -> tuple[str, str]:
 def run(args: argparse.Namespace) -> int:
     """The command, through the API server. Raises `SpecError`, `NotFound`, `CoreError`."""
     namespace, name = read(args.job)
-    if not hasattr(args, "log"):
+    if not hasattr(args, "log") and args.command != "attach":
         raise SpecError("job", f"{args.job!r}: 'dlrover {args.command}' is for jobs of this host; see kubectl logs")
-    if args.log:
+    if getattr(args, "log", None):
         raise SpecError("log", f"{args.job} names the log already; leave --log out")
     try:
         from dlrover_backends.k8s import jobs
@@ -65,6 +65,10 @@ def run(args: argparse.Namespace) -> int:
             return _stop(args, reach, found)
         if found.over:
             return _say_over(reach, found)
+        if args.command == "attach":
+            from dlrover_adapters.cli import k8s_attach
+
+            return k8s_attach.run(reach, found, lambda ended: _say_over(reach, ended))
         return _through(args, reach, found)
 
 

@@ -41,7 +41,8 @@ def _placed(args: argparse.Namespace, namespace: str) -> argparse.Namespace:
     job = getattr(args, "job", None)
     if hasattr(args, "job") and not job:
         usage.Parser(prog=f"kubectl dlrover {args.command}").error("name the job")
-    if job and hasattr(args, "log") and not args.log and ":" not in job:
+    placed = args.command == "attach" or (hasattr(args, "log") and not args.log)
+    if job and placed and ":" not in job:
         args.job = f"{k8s_reach.SCHEME}{namespace}{'/' if namespace else ''}{job}"
     return args
 

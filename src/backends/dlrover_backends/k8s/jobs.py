@@ -77,6 +77,11 @@ class Found(NamedTuple):
         return f"{len(self.masters)} of its masters' pods are there, and none runs"
 
     @property
+    def run(self) -> str:
+        """The run's name: the uid of what owns the Job, and the nodes' pods."""
+        return next((str(one.get("uid")) for one in self.job["metadata"].get("ownerReferences") or ()), "")
+
+    @property
     def owner(self) -> str:
         """Kind and name of what owns the Job; empty: nothing does."""
         for one in self.job["metadata"].get("ownerReferences") or ():

@@ -43,13 +43,21 @@ class Outputs:
     selector: labels of the run's pods
     is_ours:  whether a pod is of this run
     write:    takes each line, with its end
+    earlier:  is what pods that are there at first have printed already shown, too?
     """
 
     def __init__(
-        self, api: Reading, pods: str, selector: str, is_ours: Callable[[Json], bool], write: Callable[[bytes], None]
+        self,
+        api: Reading,
+        pods: str,
+        selector: str,
+        is_ours: Callable[[Json], bool],
+        write: Callable[[bytes], None],
+        *,
+        earlier: bool = True,
     ) -> None:
         self._api, self._pods, self._selector = api, pods, selector
-        self._is_ours, self._write = is_ours, write
+        self._is_ours, self._write, self._earlier = is_ours, write, earlier
         self._following: dict[str, asyncio.Task[None]] = {}
         self._over: set[str] = set()
         self._said: set[str] = set()
@@ -61,6 +69,7 @@ class Outputs:
                 async for one in seen:
                     for pod in one.objects if isinstance(one, Snapshot) else (one.object,):
                         self._look_at(pod)
+                    self._earlier = True
         finally:
             tasks = list(self._following.values())
             for task in tasks:
@@ -74,16 +83,16 @@ class Outputs:
         if len(self._following) >= FOLLOWED_MAX:
             self._say(f"the output of {FOLLOWED_MAX} nodes is shown here; kubectl logs shows that of the others")
             return
-        task = self._following[uid] = asyncio.ensure_future(self._follow(pod))
+        task = self._following[uid] = asyncio.ensure_future(self._follow(pod, earlier=self._earlier))
         task.add_done_callback(lambda _: self._ended(uid))
 
     def _ended(self, uid: str) -> None:
         self._over.add(uid)
         self._following.pop(uid, None)
 
-    async def _follow(self, pod: Json) -> None:
+    async def _follow(self, pod: Json, *, earlier: bool) -> None:
         name = pod["metadata"]["name"]
-        path, query = f"{self._pods}/{name}/log", {"follow": "true"}
+        path, query = f"{self._pods}/{name}/log", {"follow": "true", **({} if earlier else {"tailLines": "0"})}
         if container := (pod["metadata"].get("annotations") or {}).get(CONTAINER_NOTE):
             query["container"] = container
         while True:

@@ -68,7 +68,7 @@ class Reach:
 
         Raises `ConnectionLost` where none runs or answers, `SpecError` for a missing right, `ApiError`.
         """
-        return self.call(self._serve(found))
+        return self.call(self.served(found))
 
     def last_words(self, found: jobs.Found) -> str:
         """What the newest of the job's masters said last; empty: nothing is kept of it. Raises `ApiError`."""
@@ -85,7 +85,8 @@ class Reach:
                     return str(words).strip()
         return ""
 
-    async def _serve(self, found: jobs.Found) -> str:
+    async def served(self, found: jobs.Found) -> str:
+        """The same, in this thread's loop."""
         self._found, self._found_at = found, self._loop.time()
         await self._check(found)
         if self._runner is None:

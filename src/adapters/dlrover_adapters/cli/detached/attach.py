@@ -18,7 +18,8 @@ from dlrover_core.logs.place import default_state_dir
 
 EXAMPLES = """\
   dlrover attach digits                   what it writes from now on, and its live line; Ctrl-C detaches, the job goes on
-  dlrover attach digits --state-dir /data/dlrover"""
+  dlrover attach digits --state-dir /data/dlrover
+  dlrover attach k8s:ml/digits            what the nodes of a job in Kubernetes print, with a kubeconfig alone"""
 
 LOOK_S = 0.1
 
