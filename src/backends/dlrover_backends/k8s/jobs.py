@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 from dlrover_backends.k8s import endings, masters, names, pods, refusals
 from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.errors import Busy, Conflict, Forbidden, NotFound, Unreachable
-from dlrover_backends.k8s.masters import LABEL_ROLE, ROLE
+from dlrover_backends.k8s.masters import LABEL_ROLE, ROLE, RUN
 from dlrover_core.errors import CoreError, SpecError
 
 LOOK_S = 0.5
@@ -78,8 +78,9 @@ class Found(NamedTuple):
 
     @property
     def run(self) -> str:
-        """The run's name: the uid of what owns the Job, and the nodes' pods."""
-        return next((str(one.get("uid")) for one in self.job["metadata"].get("ownerReferences") or ()), "")
+        """The run's name, as its masters are told it: the uid of what owns the nodes' pods."""
+        (container,) = self.job["spec"]["template"]["spec"]["containers"]
+        return next((str(one.get("value")) for one in container.get("env") or () if one["name"] == RUN), "")
 
     @property
     def owner(self) -> str:
