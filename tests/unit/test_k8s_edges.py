@@ -107,6 +107,32 @@ def test_what_the_end_of_a_pod_says() -> None:
     assert endings.removed(pod, before).reason == ""
 
 
+def test_all_who_begin_at_once_share_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A master launches and observes at the same time: connections that nobody knows would never be closed."""
+    opened = list[object]()
+
+    class Slow:
+        """A transport that takes its time to open."""
+
+        namespace = "ml"
+
+        def __init__(self, *_: str) -> None:
+            opened.append(self)
+
+        async def open(self) -> None:
+            """Let others come meanwhile."""
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr("dlrover_backends.k8s.transport.Transport", Slow)
+
+    async def story() -> None:
+        backend = KubernetesBackend(HERE)
+        await asyncio.gather(*(backend._connected() for _ in range(3)))
+        assert opened == [backend.api]
+
+    asyncio.run(asyncio.wait_for(story(), BOUND_S))
+
+
 # ---- hosts
 
 

@@ -94,9 +94,7 @@ class KubernetesBackend:
         self._shown: dict[str, tuple[str, Observation]] | None = None
         self._named: dict[str, str] = {}
         self._warm: Warm | None = None
-        if not (
-            self._told.queue or self._told.gang
-        ):  # there a standby would take from the quota, or be missing in the gang
+        if not (self._told.queue or self._told.gang):  # a standby would take from the quota, or be missing in the gang
             self._warm = Warm(here, self._told, self._ask, cluster=self, now=now)
 
     # ---- the port
