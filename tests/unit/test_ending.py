@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+
+import pytest
 from tests.unit.life import Life
 
+from dlrover_adapters.cli import read
 from dlrover_adapters.cli.ending import OTHERS_MAX, TAIL_LINES_MAX, OutputFolder, words
 from dlrover_core.job import job
 from dlrover_core.job.incidents import ReportExit
+from dlrover_core.kernel.events import Record
 from dlrover_core.spec import GroupSpec, JobSpec
 
 NASTY = "\x1b[2Jlast\x07 words\n"
@@ -116,3 +125,36 @@ def test_success_and_stops_are_one_line() -> None:
     stopped = said(life().do(9, job.StopJob("dlrover-run got SIGTERM")))
     assert len(stopped) == 1
     assert "(dlrover-run got SIGTERM)" in stopped[0]
+
+
+def test_a_reader_that_goes_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dlrover events JOB | head`: what reads the log is closed before the loop ends, which would print its tracebacks."""
+    closed = list[bool]()
+
+    class Log:
+        """Two records, and whether their reader was closed."""
+
+        async def read(self, _job: str) -> AsyncGenerator[Record, None]:
+            """All of them."""
+            try:
+                for record in life().records[:2]:
+                    yield record
+            finally:
+                closed.append(True)
+
+    @contextlib.asynccontextmanager
+    async def opened(_args: object) -> AsyncGenerator[SimpleNamespace, None]:
+        yield SimpleNamespace(log=Log(), job="digits")
+
+    def gone(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(read, "opened", opened)
+    monkeypatch.setattr("builtins.print", gone)
+
+    async def story() -> None:
+        with pytest.raises(BrokenPipeError):
+            await read.events(argparse.Namespace(follow=False, json=False, since=0))
+        assert closed == [True]
+
+    asyncio.run(story())

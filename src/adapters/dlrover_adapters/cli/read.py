@@ -7,7 +7,7 @@ import asyncio
 import json
 import sys
 import time
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dlrover_adapters.cli.places import (
@@ -245,14 +245,16 @@ async def events(args: argparse.Namespace) -> int:
         began, state, headlines = None, FOLD.new(), Headlines()
         # From the first event even with --since: offsets count from the beginning of the run.
         records = source.log.follow(source.job) if args.follow else source.log.read(source.job)
-        async for record in records:
-            if began is None or isinstance(record.event, JobCreated):
-                began = record.at
-            FOLD.apply(state, record)
-            news = headlines.feed(state, record)
-            if record.seq > args.since:
-                line = as_line(record_of(record)) if args.json else render.event_line(record, began, news=news)
-                print(line, flush=args.follow)
+        # A reader that goes, `| head`, ends it at any line.
+        async with aclosing(records) as told:  # type: ignore[type-var]  # a generator in all logs
+            async for record in told:
+                if began is None or isinstance(record.event, JobCreated):
+                    began = record.at
+                FOLD.apply(state, record)
+                news = headlines.feed(state, record)
+                if record.seq > args.since:
+                    line = as_line(record_of(record)) if args.json else render.event_line(record, began, news=news)
+                    print(line, flush=args.follow)
     return OK
 
 
