@@ -10,6 +10,7 @@ from typing import Protocol
 
 from dlrover_core.job import incidents, job, world
 from dlrover_core.kernel.events import Record
+from dlrover_core.sim import training
 from dlrover_core.sim.clock import SECOND_US, Clock
 from dlrover_core.sim.run import (
     CHECKPOINT,
@@ -65,7 +66,7 @@ class Site(Protocol):
         ...
 
 
-class Meter:
+class Meter(training.Meter):
     """One job's time, in microseconds while it is measured."""
 
     def __init__(self, sim: Site) -> None:

@@ -125,40 +125,32 @@ class Leader(Protocol):
         ...
 
 
-class Meter(Protocol):
-    """Who measures the job's time."""
+class Meter:
+    """Who measures the job's time. Of a set whose time is not the job's this one hears, and measures nothing."""
 
     def made(self, new: float, again: float, step_us: int, checkpoint_us: float) -> None:
         """Steps were made."""
-        ...
 
     def cut_short(self, part: float, step_us: int) -> None:
         """A step was begun in vain."""
-        ...
 
     def loading(self) -> None:
         """A world loads."""
-        ...
 
     def trains(self, again_us: float = 0.0) -> None:
         """Steps are made from now on."""
-        ...
 
     def hung(self) -> None:
         """No steps are made, and nobody knows."""
-        ...
 
     def broke(self) -> None:
         """A worker is dead."""
-        ...
 
     def halted(self) -> None:
         """Steps are made no more."""
-        ...
 
     def done(self) -> None:
         """All steps are made."""
-        ...
 
 
 class Strikes(Protocol):
@@ -196,37 +188,6 @@ class Site(Protocol):
         ...
 
 
-class _Unmeasured:
-    """A meter of what is not the job's time."""
-
-    def made(self, new: float, again: float, step_us: int, checkpoint_us: float) -> None:
-        """Nothing."""
-
-    def cut_short(self, part: float, step_us: int) -> None:
-        """Nothing."""
-
-    def loading(self) -> None:
-        """Nothing."""
-
-    def trains(self, again_us: float = 0.0) -> None:
-        """Nothing."""
-
-    def hung(self) -> None:
-        """Nothing."""
-
-    def broke(self) -> None:
-        """Nothing."""
-
-    def halted(self) -> None:
-        """Nothing."""
-
-    def done(self) -> None:
-        """Nothing."""
-
-
-_UNMEASURED = _Unmeasured()
-
-
 class Training:
     """All worlds of one coupling set, of which one at most makes steps; ``steps`` are made in all.
 
@@ -241,7 +202,7 @@ class Training:
         self._quiet = any(group.name in sim.scenario.quiet for group in groups)
         self._nodes = sum(group.nodes_max if group.coupled else 1 for group in groups)
         self._hang_s = sim.spec.in_force(groups[0].name).hang_s
-        self._meter: Meter = sim.meter if first else _UNMEASURED
+        self._meter: Meter = sim.meter if first else Meter()
         self.made = 0
         self.saved = 0
         self.reached = 0
