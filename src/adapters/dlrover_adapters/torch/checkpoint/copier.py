@@ -54,13 +54,13 @@ class Moves:
     def __init__(self, memory: Mapped, slot: int, pairs: Sequence[Pair]) -> None:
         self.pairs = [one for one in pairs if one.item.size]
         begin = memory.data_at(slot)
-        plain = [one for one in self.pairs if _is_plain(one.chunk.tensor)]
+        plain = [one for one in self.pairs if devices.is_plain(one.chunk.tensor)]
         self.batches = streaming.batches(
             streaming.Copy(begin + item.at, chunk.tensor.data_ptr(), item.size, memory.place(slot, item), chunk.tensor)
             for item, chunk in plain
         )
         self._begin = begin
-        others = [one for one in self.pairs if not _is_plain(one.chunk.tensor)]
+        others = [one for one in self.pairs if not devices.is_plain(one.chunk.tensor)]
         placed = [(memory.place(slot, item), chunk.tensor) for item, chunk in others]
         self.cuda = [one for one in placed if devices.on_cuda(one[1])]
         self.strided = [one for one in placed if not devices.on_cuda(one[1])]
@@ -125,17 +125,13 @@ class Moves:
         return found
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return devices.on_host(tensor) and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
 def _hash(address: int, size: int) -> int:
     return digest((ctypes.c_char * size).from_address(address))
 
 
 def _hash_of(tensor: torch.Tensor, at: int, size: int) -> int:
     """Of ``size`` bytes from ``at`` on, as they lie in the slot: one element after the other, whatever the strides are here."""
-    if _is_plain(tensor):
+    if devices.is_plain(tensor):
         return _hash(tensor.data_ptr() + at, size)
     if size < tensor.numel() * tensor.element_size():
         first = at // tensor.element_size()

@@ -32,6 +32,11 @@ def on_host(tensor: torch.Tensor) -> bool:
     return of(tensor).type == "cpu"
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Does it lie in host memory as its values are, one element after the other?"""
+    return on_host(tensor) and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def used_by(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     """The CUDA devices of these tensors, each once, in order."""
     return list(dict.fromkeys(of(one) for one in tensors if on_cuda(one)))

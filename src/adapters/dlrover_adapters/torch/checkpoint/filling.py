@@ -186,7 +186,7 @@ def fill(needed: Iterable[tuple[Need, Piece]], threads: int) -> None:
         views[id(held)] = held.view
         tensor = need.target.tensor[need.there]
         run = _run(item, need.here)
-        if run is None or not _plain(tensor):
+        if run is None or not devices.is_plain(tensor):
             work.append(functools.partial(_copy, tensor, held.view, item, need.here))
             continue
         memory, at = _memory(tensor), held.data_at + item.at + run
@@ -204,10 +204,6 @@ def _run(item: Item, here: Slices) -> int | None:
     """Where in a chunk's bytes this part of it begins, if it is in one piece."""
     part = torch.empty(item.shape, device="meta", dtype=getattr(torch, item.dtype))[here]
     return int(part.storage_offset()) * part.element_size() if part.is_contiguous() else None
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    return devices.on_host(tensor) and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _copy(tensor: torch.Tensor, view: SlotView, item: Item, here: Slices) -> None:
@@ -297,7 +293,7 @@ def read(reader: StepReader, targets: Sequence[Target], threads: int) -> None:
         for need in needs(target, [chunk.item for chunk in chunks]):
             chunk, tensor = chunks[need.number], target.tensor[need.there]
             file = (chunk.rank, chunk.item.file)
-            if _plain(tensor) and tuple(tensor.shape) == tuple(chunk.item.shape):
+            if devices.is_plain(tensor) and tuple(tensor.shape) == tuple(chunk.item.shape):
                 direct.setdefault(file, []).append((chunk, _memory(tensor)))
             elif tensor.numel():
                 parted.setdefault(file, []).append((tensor, chunk, need.here))
