@@ -5,7 +5,7 @@
 
 Rank 0 is three times faster than the others, and takes more. Rank 1 kills itself after the given number of batches, once. What
 it had not said to be used is evaluated again: so results are kept by index, and each worker looks in the end whether all are
-there. Files are named after the run, so that one folder may serve several runs.
+there. Files are named after the run, so that one folder may serve several runs; with `--rdzv-id`, give each run one of its own.
 """
 
 from __future__ import annotations

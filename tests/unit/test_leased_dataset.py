@@ -11,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dlrover_adapters.agent.slot import StepSlot  # noqa: E402
-from dlrover_adapters.data import leases  # noqa: E402
+from dlrover_adapters.data import FolderStream, Followed, leases  # noqa: E402
 from dlrover_adapters.data.leases import Wait  # noqa: E402
-from dlrover_adapters.torch import ElasticDataset, FlashCheckpoint, steps  # noqa: E402
+from dlrover_adapters.torch import ElasticDataset, ElasticStream, FlashCheckpoint, steps  # noqa: E402
 from dlrover_adapters.torch.data.leased import Lent  # noqa: E402
 from dlrover_core.data.in_work import InWork  # noqa: E402
 from dlrover_core.data.poison import VARIABLE, Spot, told  # noqa: E402
@@ -97,6 +97,16 @@ def test_what_cannot_be(more: dict[str, Any], words: str) -> None:
     """Field, value, and what to write."""
     with pytest.raises(SpecError, match=words):
         dataset(**more)
+
+
+def test_a_stream_is_not_leased(tmp_path: Path) -> None:
+    """It has no end, so nobody could say what is left of it: a folder that grows is refused, and a topic has no such option."""
+    (tmp_path / "a.jsonl").write_text("1\n")
+    followed = Followed(FolderStream(tmp_path, kind="jsonl"))
+    with pytest.raises(SpecError, match="'clicks': a stream has no size to be divided; leave assign= out"):
+        ElasticDataset.of("clicks", followed, assign="lease", lineage="server")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'assign'"):
+        ElasticStream(f"folder://{tmp_path}", assign="lease")  # type: ignore[call-arg]
 
 
 def test_it_has_no_position() -> None:
