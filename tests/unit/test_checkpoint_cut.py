@@ -30,7 +30,7 @@ from dlrover_adapters.checkpoint.manifests import Part  # noqa: E402
 from dlrover_adapters.checkpoint.places import Place as Storage  # noqa: E402
 from dlrover_adapters.checkpoint.reader import StepReader  # noqa: E402
 from dlrover_adapters.checkpoint.slotview import SlotView  # noqa: E402
-from dlrover_adapters.checkpoint.table import CUT, TRAINED, cut_in, pack_blob  # noqa: E402
+from dlrover_adapters.checkpoint.table import CUT, TRAINED, cut_in, pack_blob, trained_in  # noqa: E402
 from dlrover_adapters.torch.checkpoint.ladder import RestoreFailed  # noqa: E402
 from dlrover_adapters.torch.checkpoint.vault import OBJECTS  # noqa: E402
 from dlrover_core.checkpoint.arena import ArenaBroken  # noqa: E402
@@ -75,6 +75,14 @@ def test_a_blob_s_cut_is_read_without_the_rest_of_it() -> None:
     assert cut_in(pack_blob({"a": bytes(200_000)})) == cut_in(pack_blob({})) == b""
     with pytest.raises(ArenaBroken, match="no blob"):
         cut_in(b"\xc1")
+
+
+def test_what_is_said_of_leases_is_read_without_the_rest_of_it() -> None:
+    """With a cut and without one."""
+    for cut in ({}, {CUT: pack(at(512))}):
+        blob = pack_blob({"a": bytes(200_000), TRAINED: b"said", **cut})
+        assert (trained_in(blob[:65_536]), cut_in(blob)) == (b"said", cut.get(CUT, b""))
+    assert trained_in(pack_blob({"a": b".", CUT: b"."})) == trained_in(pack_blob({})) == b""
 
 
 def test_what_a_rank_was_trained_on_by_leases_is_no_object() -> None:

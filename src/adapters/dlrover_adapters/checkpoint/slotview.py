@@ -7,7 +7,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from dlrover_adapters.checkpoint.hashing import digest, digests
-from dlrover_adapters.checkpoint.table import CUT, TRAINED, Item, Table, cut_in, unpack_blob
+from dlrover_adapters.checkpoint.table import CUT, TRAINED, Item, Table, cut_in, trained_in, unpack_blob
 from dlrover_core.checkpoint.arena import BLOCK_BYTES, PAGE, ArenaBroken, Control, Stamp
 
 if TYPE_CHECKING:
@@ -106,10 +106,10 @@ class SlotView:
     def trained(self) -> bytes:
         """What the rank was trained on by leases, as `dlrover_core.data.trained.unpack_counted` reads it; empty: it says nothing.
 
-        Raises as `objects`.
+        Raises `SlotDamaged` where the blob is not as it was written.
         """
         self._verify_blob()
-        return unpack_blob(self.blob).get(TRAINED, b"")
+        return trained_in(self.blob)
 
     def cut(self) -> bytes:
         """How far each dataset is consumed in this state, as `dlrover_core.data.cut.unpack` reads it; empty: it has no position.

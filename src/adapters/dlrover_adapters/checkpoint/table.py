@@ -117,8 +117,8 @@ def light(table: Table) -> tuple[Table, tuple[Item, ...]]:
 
 
 def pack_blob(objects: Mapping[str, bytes]) -> bytes:
-    """The blob of a slot: serialised objects by name, `CUT` first."""
-    first = {CUT: objects[CUT]} if CUT in objects else {}
+    """The blob of a slot: serialised objects by name, `CUT` and `TRAINED` first."""
+    first = {name: objects[name] for name in (CUT, TRAINED) if name in objects}
     return cast(bytes, msgpack.packb({**first, **objects}))
 
 
@@ -127,17 +127,30 @@ def cut_in(raw: bytes | memoryview) -> bytes:
 
     Raises `ArenaBroken`.
     """
+    return _said_in(raw, CUT)
+
+
+def trained_in(raw: bytes | memoryview) -> bytes:
+    """What is said under `TRAINED` in a blob; empty: nothing. Otherwise as `cut_in`."""
+    return _said_in(raw, TRAINED)
+
+
+def _said_in(raw: bytes | memoryview, name: str) -> bytes:
     unpacker = msgpack.Unpacker(max_buffer_size=_CUT_BYTES_MAX)
     try:
         unpacker.feed(bytes(raw[:_CUT_BYTES_MAX]))
-        if not unpacker.read_map_header() or unpacker.unpack() != CUT:
-            return b""
-        found = unpacker.unpack()
+        for _ in range(min(unpacker.read_map_header(), 2)):
+            key = unpacker.unpack()
+            if key not in (CUT, TRAINED):
+                return b""
+            found = unpacker.unpack()
+            if not isinstance(found, bytes):
+                raise ArenaBroken(f"{key} in a blob is bytes")
+            if key == name:
+                return found
     except (ValueError, msgpack.UnpackException) as error:
         raise ArenaBroken(f"{len(raw)} bytes are no blob: {error}") from error
-    if not isinstance(found, bytes):
-        raise ArenaBroken("a cut in a blob is bytes")
-    return found
+    return b""
 
 
 def unpack_blob(raw: bytes | memoryview) -> dict[str, bytes]:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar, cast
 
 from dlrover_adapters.checkpoint.slotview import SlotView
+from dlrover_core.checkpoint.arena import ArenaBroken
 from dlrover_core.data.trained import added, pack_counted, unpack_counted
 from dlrover_core.errors import SpecError
 
@@ -97,14 +98,12 @@ def write(views: Sequence[SlotView], order: Order, progress: Progress | None = N
 
 def trained(views: Sequence[SlotView]) -> bytes:
     """What the ranks of these parts were trained on by leases, added up, as `Written.trained` has it; empty: not said."""
-    said = {view.table.rank: packed for view in views if (packed := view.trained())}
-    if not said:
-        return b""
     try:
+        said = {view.table.rank: packed for view in views if (packed := view.trained())}
         sums = added(unpack_counted(packed)[2] for packed in said.values())
-    except SpecError:
-        return b""  # the log knows less; the state itself is as it is
-    return pack_counted(views[0].table.world, len(said), sums)
+    except (SpecError, ArenaBroken):
+        return b""  # the log knows less; the state itself is as it is, and written
+    return pack_counted(views[0].table.world, len(said), sums) if said else b""
 
 
 def _beside_each_other(work: Sequence[Callable[[], _T]]) -> list[_T]:
