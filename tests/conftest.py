@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import gc
 import os
 import re
@@ -212,17 +213,36 @@ def slow_callbacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 # ---- nothing left behind
 
 
+def _descendants() -> set[int]:
+    """Processes that this one has started, and what those have. psutil reads every process there is to say it."""
+    found, waiting = set[int](), [os.getpid()]
+    while waiting:
+        folder = f"/proc/{waiting.pop()}/task"
+        try:
+            for task in os.listdir(folder):  # noqa: PTH208  # twice for each test
+                with open(f"{folder}/{task}/children", "rb") as file:  # noqa: PTH123
+                    waiting += (new := [int(one) for one in file.read().split()])
+                    found.update(new)
+        except OSError:
+            continue  # gone meanwhile
+    return found
+
+
 def _marked(mark: str) -> list[psutil.Process]:
     """Every process that carries this test's mark, and every child of ours: those too that were re-parented."""
-    children = psutil.Process().children(recursive=True)
-    found = {one.pid: one for one in children}
-    for one in psutil.process_iter():
+    pids, line = _descendants(), f"{MARK}={mark}".encode()
+    for pid in set(psutil.pids()) - pids - {os.getpid()}:
         try:
-            if one.pid != os.getpid() and one.environ().get(MARK) == mark:
-                found[one.pid] = one
-        except (psutil.Error, OSError):
+            with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
+                if line in file.read().split(b"\0"):
+                    pids.add(pid)
+        except OSError:
             continue  # gone meanwhile, or another user's
-    return [one for one in found.values() if not _servant(one)]
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return [one for one in found if not _servant(one)]
 
 
 def _servant(process: psutil.Process) -> bool:
@@ -323,7 +343,7 @@ def nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     if alone is not None and not alone.kwargs.get("reason"):
         pytest.fail('say why: @pytest.mark.alone(reason="...")')
     mark = uuid.uuid4().hex
-    pids = {one.pid for one in psutil.Process().children(recursive=True)}
+    pids = _descendants()
     sockets, files = _sockets(), _files()
     with monkeypatch.context() as patch:
         patch.setenv(MARK, mark)

@@ -31,7 +31,7 @@ from dlrover_core.logs import open_log
 
 RANKS = str(SCRIPTS / "planned_ranks.py")
 LAUNCH = ("--nproc-per-node", "1", "--max-restarts", "0", "--set", "grow_window_s=0.1")
-STEPS_MORE = 1000
+STEPS_MORE = 250
 EVERY = 5  # steps between saves in memory, in the script
 One = TypeVar("One")
 
