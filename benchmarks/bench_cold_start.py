@@ -22,11 +22,10 @@ PHASES = ("begin", "imported", "grouped", "ready", "step")
 
 
 class Start(NamedTuple):
-    """Seconds from the command: to the first common step, to each point on the way (the last rank's), and to the end."""
+    """Seconds from the command: to the first common step, and to each point on the way (the last rank's)."""
 
     step_s: float
     marks: Mapping[str, float]
-    ended_s: float
 
 
 def start(launcher: str) -> Start:
@@ -37,7 +36,7 @@ def start(launcher: str) -> Start:
         if code != 0:
             raise Broken(f"{launcher} ended with {code}; it said: {job.said()}")
         marks = {what: reached(lines, what) - job.started for what in PHASES}
-        return Start(marks["step"], marks, max(line.at for line in lines if line.what == "end") - job.started)
+        return Start(marks["step"], marks)
 
 
 def reached(lines: Sequence[Line], what: str) -> float:
