@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from dlrover_backends.ray import client, mastery, settings
 from dlrover_backends.ray.client import RayBackend
 from dlrover_backends.ray.settings import Settings
 from dlrover_core import BackendContext
-from dlrover_core.errors import CoreError, LaunchRefused, Refused, SpecError
+from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, Refused, SpecError
 from dlrover_core.testing.backend_stand import make_launch
 
 
@@ -237,6 +238,48 @@ def test_a_job_that_has_just_ended_is_removed(
     assert dlrover.main(["stop", "ray:a"]) == 0
     assert done == ["over", "clear", "release"]
     assert "job a: had ended before, and all that was made for it is removed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("tries", "over", "keepers", "how"),
+    [(3, False, True, "stopped"), (3, True, True, "had ended before"), (1, False, False, "")],
+    ids=["others lead soon", "they have just ended", "nobody keeps any"],
+)
+def test_masters_that_do_not_answer_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tries: int,
+    over: bool,
+    keepers: bool,
+    how: str,
+) -> None:
+    """Between two leaders, and between the end of masters and the word of it, nobody answers; they are asked again."""
+    asked: list[int] = []
+    record = mastery.Record("a", "1", "t", addresses={0: "h:1"})
+
+    def through(*_: object) -> int:
+        asked.append(1)
+        if len(asked) < 3:
+            raise ConnectionLost("no master answers")
+        return 0
+
+    def find(_: str) -> object:
+        ended = over and len(asked) == 2
+        return SimpleNamespace(record=replace(record, over=0) if ended else record, keepers=(1,) * keepers)
+
+    cluster_of(monkeypatch, clear=lambda *_: None, release=lambda *_: None)
+    vars(sys.modules["dlrover_backends.ray.masters"]).update(find=find, await_over=lambda *_: record)
+    vars(sys.modules["dlrover_backends.ray.cluster"]).update(CLEAR_S=1.0)
+    monkeypatch.setattr(ray_reach, "connect", lambda *_: None)
+    monkeypatch.setattr(ray_reach, "_through", through)
+    monkeypatch.setattr(ray_reach, "LOOK_S", 0.0)
+    status = dlrover.main(["stop", "ray:a"])
+    said = capsys.readouterr()
+    assert len(asked) == (2 if over else tries)
+    assert (status == 0) is bool(how)
+    assert (
+        f"job a: {how}, and all that was made for it is removed" in said.out if how else "dlrover ray rm a" in said.err
+    )
 
 
 def test_a_name_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import math
 import os
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 SCHEME, FORM = "ray:", "ray:JOB"
 STOP_S, ANSWER_S = 120.0, 3.0
+MASTERS_S, LOOK_S = 20.0, 0.5
 
 
 def is_there(args: argparse.Namespace) -> bool:
@@ -143,12 +145,7 @@ def _stop(args: argparse.Namespace, record: Record) -> int:
         return _through(args, record)  # the command that was typed leads it, and removes all of it
     if record.over is None:
         args.wait = False
-        try:
-            _through(args, record)
-        except ConnectionLost as error:
-            raise ConnectionLost(f"{error}. dlrover ray rm {record.job} ends it without them") from error
-        except Refused:  # it is over; its masters stay for some seconds, and tell that at their end
-            how = "had ended before"
+        how = "stopped" if _asked_to_stop(args, record) else "had ended before"
         if not remove:
             return OK
         over = masters.await_over(record.job, limit_s)
@@ -159,3 +156,28 @@ def _stop(args: argparse.Namespace, record: Record) -> int:
     masters.release(record.job, record.run)
     print(f"job {record.job}: {how}, and all that was made for it is removed")
     return OK
+
+
+def _asked_to_stop(args: argparse.Namespace, record: Record) -> bool:
+    """Are the job's masters told to stop it? Not where it is over. Raises `ConnectionLost`.
+
+    Those that somebody keeps are waited for: others may be about to lead, or these have just ended, and that is not known yet.
+    """
+    from dlrover_backends.ray import masters
+
+    deadline = time.monotonic() + MASTERS_S
+    while True:
+        try:
+            _through(args, record)
+        except Refused:  # it is over; its masters stay for some seconds, and tell that at their end
+            return False
+        except ConnectionLost as error:
+            found = masters.find(record.job)
+            if found is None or found.record.over is not None:
+                return False
+            if not found.keepers or found.record.run != record.run or time.monotonic() > deadline:
+                raise ConnectionLost(f"{error}. dlrover ray rm {record.job} ends it without them") from error
+            record = found.record
+            time.sleep(LOOK_S)
+        else:
+            return True
