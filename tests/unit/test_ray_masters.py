@@ -207,14 +207,13 @@ class Scheduler:
         self.made.append((number, host))
         self._place(mastery.called(plan.job, plan.run, number))
 
-    def kill(self, name: str, *, again: bool = False) -> None:
+    def kill(self, name: str) -> None:
         """As `masters._kill`."""
-        assert again
         self._store.actors = [one for one in self._store.actors if one.name != name]
-        self._place(name)
 
     def _place(self, name: str) -> None:
-        self._store.actors.append(Actor(f"id-{name}", name, SPACE, host_id=self._places.pop(0), pid=next(self.pids)))
+        pid = next(self.pids)
+        self._store.actors.append(Actor(f"id-{pid}", name, SPACE, host_id=self._places.pop(0), pid=pid))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +236,7 @@ def test_masters_keepers_move_to_their_hosts(
     masters.claim(JOB, "r1", "t")
     wanted = masters.keep(Plan(JOB, "r1", (), "t", keepers=2))
     assert scheduler.made == [(0, "b"), (1, "a")], "the driver's host comes last"
-    masters.settle(JOB, "r1", wanted)
+    masters.settle(Plan(JOB, "r1", (), "t", keepers=2), wanted)
     assert {one.host_id for one in store.actors} == {"a", "b"}
     assert next(scheduler.pids) == 3 + ends, "a keeper that is where it should be stays"
 
@@ -255,7 +254,7 @@ def test_a_keeper_is_not_moved_to_a_host_that_is_gone(store: Store, monkeypatch:
     wanted = masters.keep(Plan(JOB, "r1", (), "t", keepers=2))
     assert scheduler.made == [(1, "a")]
     ray.nodes = lambda: [{"NodeID": "b", "Alive": True}, {"NodeID": "a", "Alive": False}]
-    masters.settle(JOB, "r1", wanted)
+    masters.settle(Plan(JOB, "r1", (), "t", keepers=2), wanted)
 
 
 def test_what_is_removed_with_a_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,9 +54,7 @@ def _make(options: Options, cluster: Any, here: BackendContext, told: Settings, 
     try:
         _refuse_others(cluster, here)
         made = plan(options, here, told._replace(address=address), cluster.sent(env))
-        wanted = masters.keep(made)
-        masters.await_ready(here.job, here.run)
-        masters.settle(here.job, here.run, wanted)
+        masters.settle(made, masters.keep(made))
         masters.await_ready(here.job, here.run)
     except BaseException:
         try:

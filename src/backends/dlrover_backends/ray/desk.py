@@ -205,10 +205,10 @@ def _keep(plan: dict[str, Any]) -> dict[str, str]:
 
 
 def _settle(plan: dict[str, Any], wanted: Any) -> None:
-    from dlrover_backends.ray import masters
+    from dlrover_backends.ray import masters, mastery
 
     try:
-        masters.settle(plan["job"], plan["run"], wanted)
+        masters.settle(mastery.of_map(plan), wanted)
     except Exception as error:  # noqa: BLE001  # Ray raises anything, and they are kept, wherever they are
         log.warning("masters' keepers may share a host", error=f"{type(error).__name__}: {error}")
 

@@ -29,6 +29,8 @@ ASK_S = 2.0
 """So long a keeper has to end its masters itself, before it is killed."""
 SLIVER = 0.001
 """So much of a host's own resource pins a keeper there."""
+BYTES = 1
+"""So much memory has Ray ask the maker's own raylet for a place, and not any: one that has just joined knows no other host."""
 _SOMEBODY = "job {!r} has just been started in this cluster by somebody else; give this one another --job-id"
 
 
@@ -140,8 +142,7 @@ def keep(plan: Plan) -> dict[str, str]:
 
     Raises `NotKept` where the name is not the run's, and whatever Ray does.
     """
-    record = mastery.record_of(plan.job, _parts(plan.job))
-    if record is None or record.run != plan.run:
+    if not _is_of(plan):
         raise NotKept(f"the name of job {plan.job!r} is not claimed by run {plan.run}")
     import ray
 
@@ -160,26 +161,43 @@ def keep(plan: Plan) -> dict[str, str]:
     return {} if plan.pinned else wanted
 
 
-def settle(job: str, run: str, wanted: Mapping[str, str]) -> None:
-    """Wait until keepers are on the hosts that they should be on, `SETTLE_S` at most; one that is elsewhere is started anew.
+def settle(plan: Plan, wanted: Mapping[str, str]) -> None:
+    """Wait until keepers are on the hosts that they should be on, `SETTLE_S` at most; one that is elsewhere is made anew.
 
-    Ray has any raylet place an actor that needs no resources, and a raylet that has just joined does not know all hosts yet: it
-    starts both keepers itself.
+    A raylet that has just joined does not know all hosts yet, and starts itself what it is asked to place. Whoever is moved has
+    not started masters yet.
     """
     import ray
 
-    deadline, ended = time.monotonic() + SETTLE_S, set[int]()
-    while time.monotonic() < deadline:
-        hosts = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
-        unsettled = [one for one in _living(job, run) if one.host_id != wanted.get(one.name, one.host_id)]
-        unsettled = [one for one in unsettled if wanted[one.name] in hosts]
-        if not unsettled:
+    deadline, ended, numbers = time.monotonic() + SETTLE_S, set[str](), dict[str, int]()
+    while wanted and time.monotonic() < deadline + GONE_S:
+        living = {one.name: one for one in _living(plan.job, plan.run)}
+        gone = numbers.keys() - living.keys()
+        if gone and not _is_of(plan):
             return
-        for one in unsettled:
-            if one.state == "ALIVE" and one.pid not in ended:
-                ended.add(one.pid)
-                _kill(one.name, again=True)
+        for name in gone:
+            _make(plan, numbers.pop(name), wanted[name])
+        if gone:
+            continue
+        hosts = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+        waits = [living[one] for one, host in wanted.items() if one in living and host in hosts]
+        waits = [one for one in waits if one.host_id != wanted[one.name]]
+        if not (waits or numbers) or (time.monotonic() > deadline and not numbers):
+            return
+        for one in waits:
+            if one.host_id and one.id not in ended and time.monotonic() < deadline:
+                ended.add(one.id)
+                numbers[one.name] = int(one.name.rpartition("#")[2])
+                if one.state == "ALIVE":
+                    _ask(one.name)
+                _kill(one.name)
         time.sleep(LOOK_S)
+
+
+def _is_of(plan: Plan) -> bool:
+    """Is the job's name still that of this run?"""
+    record = mastery.record_of(plan.job, _parts(plan.job))
+    return record is not None and record.run == plan.run
 
 
 def _make(plan: Plan, number: int, host: str) -> None:
@@ -194,6 +212,7 @@ def _make(plan: Plan, number: int, host: str) -> None:
         max_restarts=-1,
         max_task_retries=0,
         num_cpus=0,
+        memory=None if plan.pinned else BYTES,
         resources={plan.pinned: SLIVER} if plan.pinned else None,
         runtime_env=dict(env) or None,
         scheduling_strategy=None if plan.pinned else NodeAffinitySchedulingStrategy(host, soft=True),
@@ -260,12 +279,11 @@ def _ask(keeper: str) -> None:
         ray.get(ray.get_actor(keeper, namespace=SPACE).leave.remote(), timeout=ASK_S)
 
 
-def _kill(keeper: str, *, again: bool = False) -> None:
-    """End a keeper; ``again``: Ray starts it anew."""
+def _kill(keeper: str) -> None:
     import ray
 
     with contextlib.suppress(ValueError):
-        ray.kill(ray.get_actor(keeper, namespace=SPACE), no_restart=not again)
+        ray.kill(ray.get_actor(keeper, namespace=SPACE), no_restart=True)
 
 
 def _forget(job: str, number: int, run: str) -> None:
