@@ -322,7 +322,7 @@ def observing(folder: str, address: str, nodes: int, living: int, seconds: float
             running |= {node.name for node in found if node.phase == "running"}
         waiting = asyncio.ensure_future(anext(seen))
         await asyncio.sleep(SETTLE_S)
-        desk = small._desk.pid
+        desk = (large._desk or small._desk).pid  # one for both
         before, spent, began = time.process_time(), ticks(desk), time.perf_counter()
         await asyncio.wait({waiting}, timeout=seconds)
         took = time.perf_counter() - began
