@@ -58,15 +58,20 @@ def test_nodes_without_a_place_are_said_after_a_while() -> None:
     """Once for each time that a job waits for a place; what has a world, or merely starts, says nothing."""
     unplaced = Unplaced(30.0)
     words = "0 of 1 nodes; missed: worker-0-0 (waits: Unschedulable: no host has CPU=64; the largest has CPU=2)"
-    waits = {"waits": ({"group": "worker", "why": "nodes", "words": words},)}
+    wait = {"group": "worker", "why": "nodes", "words": words, "nodes": ("worker-0-0", "worker-1")}
+    waits = {"waits": (wait,), "nodes": {"worker-0-0": {"state": "pending"}}}
     assert list(unplaced.news(waits, 100.0)) == []
     assert list(unplaced.news(waits, 129.0)) == []
     [said] = unplaced.news(waits, 130.0)
     assert said == f"worker has no place for its nodes since 30 s, and waits on; Ctrl-C ends the job: {words}"
     assert list(unplaced.news(waits, 200.0)) == []
+    slow = {**waits, "nodes": {"worker-0-0": {"state": "running"}}}
+    assert list(unplaced.news(slow, 250.0)) == []
+    assert list(unplaced.news(waits, 251.0)) == []
+    assert len(list(unplaced.news(waits, 281.0))) == 1
     for other in (
         {"waits": ()},
-        {"waits": ({**waits["waits"][0], "words": "0 of 1 nodes; missed: worker-0-0 (starting)"},)},
+        {"waits": ({**wait, "words": "0 of 1 nodes; missed: worker-0-0 (starting)"},)},
     ):
         assert list(unplaced.news(other, 300.0)) == []
         assert list(unplaced.news(waits, 301.0)) == []

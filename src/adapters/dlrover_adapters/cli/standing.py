@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -61,7 +61,9 @@ class Unplaced:
         waits = {
             str(one["group"]): str(one["words"])
             for one in status.get("waits", ())
-            if one["why"] in {reasons.NODES, reasons.ROOM} and PLACELESS in one["words"]
+            if one["why"] in {reasons.NODES, reasons.ROOM}
+            and PLACELESS in one["words"]
+            and _none_comes(status, one["nodes"])
         }
         self._since = {group: self._since.get(group, at) for group in waits}
         self._said &= waits.keys()
@@ -69,6 +71,12 @@ class Unplaced:
             if group not in self._said and at - self._since[group] >= self._after_s:
                 self._said.add(group)
                 yield f"{group} has no place for its nodes since {self._after_s:g} s, and waits on; Ctrl-C ends the job: {words}"
+
+
+def _none_comes(status: Mapping[str, Any], nodes: Iterable[str]) -> bool:
+    """Have none of these nodes a place? One that has may merely be slow to start, and a world may need no more."""
+    known = status.get("nodes", {})
+    return all(known[one]["state"] == "pending" and not known[one].get("host") for one in nodes if one in known)
 
 
 def in_memory(status: Mapping[str, Any]) -> Iterator[str]:
