@@ -356,7 +356,7 @@ def test_a_job_that_is_forgotten_leaves_nothing(
             pen = Pen(await log.lead(JOB, "a", 600.0))
             for _ in range(5):
                 await pen.write()
-            await pen.lead.snapshot(Snapshot(3, b"state"))
+            await pen.lead.snapshot(Snapshot(3, "", b"state"))
             with pytest.raises(LogUnavailable, match="is led by a"):
                 await erasing.erase(url, JOB)
             assert await seqs(log.read(JOB)) == [1, 2, 3, 4, 5]
