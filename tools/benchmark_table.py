@@ -26,7 +26,7 @@ NAMES = (
     "join_2000", "idle", "commands", "records", "replay", "etcd_append", "etcd_latency", "etcd_read", "failover", "etcd_growth",
     "simulate", "crashes", "goodput", "matcher", "diagnosis", "corpus", "straggler", "detectors", "import", "checkpoint",
     "layout", "digests", "roles", "detached", "data", "data_jobs", "leases", "k8s", "k8s_kills", "k8s_away",
-    "ray",
+    "k8s_silent", "k8s_notices", "k8s_masters", "ray",
 )  # fmt: skip
 HEAD, TAIL = "## Latest results", "## Reading them"
 MISSED, OVER = "<!-- missed: made by tools/benchmark_table.py -->", "<!-- end -->"

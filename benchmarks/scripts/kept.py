@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--every", type=int, default=2)
+    parser.add_argument("--store", default="", help="where states are written, too; memory alone without it")
     parser.add_argument("--lives", type=int, default=0)
     parser.add_argument("--peer", choices=("load", "mmap"))
     options = parser.parse_args()
@@ -84,7 +85,7 @@ def train(options: argparse.Namespace) -> None:
     # Every other life is restored by headers alone.
     verify = "off" if options.lives and life % 2 == 0 else "sample"
     checkpoint = FlashCheckpoint(
-        "", model=training.model, optimizer=training.optimizer, every=options.every, verify=verify
+        options.store, model=training.model, optimizer=training.optimizer, every=options.every, verify=verify
     )
     began = time.monotonic_ns()
     step = checkpoint.restore()
