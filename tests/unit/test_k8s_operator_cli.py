@@ -124,3 +124,19 @@ def test_a_log_that_no_job_could_reach_is_refused(log: str, said: str) -> None:
     """Before anything is made."""
     with pytest.raises(SpecError, match=said):
         k8s_operator.run(["--log", log])
+
+
+def test_what_an_etcd_has_of_a_job_is_removed_under_its_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the URL as the operator has it; nothing without an etcd, or where an archive has the history, too."""
+    erased = list[tuple[str, str]]()
+
+    async def erase(url: str, job: str) -> None:
+        erased.append((url, job))
+
+    monkeypatch.setattr("dlrover_adapters.etcd.erasing.erase", erase)
+    assert k8s_log.forgetting("") is None
+    assert k8s_log.forgetting("etcd://e1?archive=s3://b/c") is None
+    forget = k8s_log.forgetting("etcd://e1/x?ttl=3")
+    assert forget is not None
+    asyncio.run(forget("ml", "digits"))
+    assert erased == [("etcd://e1/x/ml?ttl=3", "digits")]
