@@ -160,7 +160,7 @@ def test_nothing_that_runs_is_started_again(tmp_path: Path) -> None:
     Training goes on without a step less; each successor finds the nodes, and launches none.
     """
     command = ("--bind", "127.0.0.1", "--backend", f"{EXAMPLE}:SshLike:hosts=a+b", "--nnodes", "2", *QUICK)
-    command += (str(SCRIPTS / "allreducing.py"), str(tmp_path))
+    command += (str(SCRIPTS / "light_steps.py"), str(tmp_path))
     with ending(Job(tmp_path, *command)) as job:
         step = job.trains(1, beyond=3)["step"]
         for one in masters(job):

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import commands
 import pytest
-from running import BIN, SCRIPTS, TOKEN, eventually
+from running import BIN, SCRIPTS, TOKEN, WITHOUT_TORCH, eventually
 from tools.etcd_cluster import Cluster
 
 from dlrover_adapters.http.client import fetch_status
 from dlrover_core.errors import CoreError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "backends" / "ssh_like.py"
-ENV = {**os.environ, "DLROVER_TOKEN": TOKEN}
+ENV = {**os.environ, **WITHOUT_TORCH, "DLROVER_TOKEN": TOKEN}
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def masters(folder: Path, name: str, etcd: str, ports: dict[str, int]) -> Iterat
     line = (
         *("master", "--state-dir", str(folder / name), "--job-id", "apart", "--log", etcd, "--nnodes", "2"),
         *("--bind", f"127.0.0.1:{ports[name]}", "--masters", everywhere, "--set", "stop_grace_s=5"),
-        *("--backend", f"{EXAMPLE}:SshLike:root={folder / 'nodes'}", str(SCRIPTS / "allreducing.py"), str(folder)),
+        *("--backend", f"{EXAMPLE}:SshLike:root={folder / 'nodes'}", str(SCRIPTS / "light_steps.py"), str(folder)),
     )
     with (folder / f"said-{name}").open("wb") as said:
         process = subprocess.Popen(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from commands import dlrover
 from running import WITHOUT_TORCH, eventually
 
 from dlrover_adapters.cli.detached import record
@@ -36,8 +37,10 @@ class Detached:
 
     def command(self, module: str, *words: str) -> subprocess.CompletedProcess[str]:
         """What a command says, and its status."""
-        line = [sys.executable, "-m", f"dlrover_adapters.cli.{module}", *words, "--state-dir", str(self.state)]
-        return self.run(line)
+        words = (*words, "--state-dir", str(self.state))
+        if module == "main":
+            return dlrover(words, {**os.environ, **WITHOUT_TORCH}, self.folder)
+        return self.run([sys.executable, "-m", f"dlrover_adapters.cli.{module}", *words])
 
     def run(self, line: list[str]) -> subprocess.CompletedProcess[str]:
         """Run it to its end: its script needs no torch."""

@@ -1,4 +1,4 @@
-"""A job of `dlrover-run --backend k8s`: torch trains in pods, a container is killed, and nothing stays in the cluster."""
+"""A job of `dlrover-run --backend k8s`: pods train, a container is killed, and nothing stays in the cluster."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pods(ground: Ground) -> dict[str, Any]:
     return {one["metadata"]["annotations"].get("dlrover-core/node-name", "standby"): one for one in found}
 
 
-def job_of(ground: Ground, folder: Path, *more: str, script: str = "allreducing.py") -> Job:
+def job_of(ground: Ground, folder: Path, *more: str, script: str = "light_steps.py") -> Job:
     """A job of two pods."""
     config = ground.kubeconfig(folder / "config")
     line = ("--backend", f"k8s:kubeconfig={config}", "--image", "trainer:1", *QUICK, *more)
@@ -47,9 +47,24 @@ def job_of(ground: Ground, folder: Path, *more: str, script: str = "allreducing.
 
 
 @pytest.mark.timeout(240)
-def test_a_container_is_killed_for_memory(ground: Ground, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "script"),
+    [
+        ("light", "light_steps.py"),
+        pytest.param(
+            *("ground", "allreducing.py"),
+            marks=pytest.mark.nightly(
+                reason="ranks without torch stand for it in make test, and on hosts test_hosts.py"
+            ),
+        ),
+    ],
+)
+def test_a_container_is_killed_for_memory(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, script: str
+) -> None:
     """The node is another pod, training goes on, the incident has the platform's word, and at the end nothing is left."""
-    with job_of(ground, tmp_path) as job:
+    ground: Ground = request.getfixturevalue(kind)
+    with job_of(ground, tmp_path, script=script) as job:
         job.trains(1, beyond=3)
         pod = pods(ground)["worker-1-0"]["metadata"]["name"]
         assert ground.strike(lambda kubelet: kubelet.oom("train", pod))
@@ -88,27 +103,27 @@ def test_a_warm_pod_takes_the_place_of_a_killed_one(light: Ground, tmp_path: Pat
 
 
 @pytest.mark.timeout(240)
-def test_a_wrong_configuration_ends_the_job_at_once(ground: Ground, tmp_path: Path) -> None:
+def test_a_wrong_configuration_ends_the_job_at_once(light: Ground, tmp_path: Path) -> None:
     """No relaunch is spent on what no relaunch cures: the job fails with the platform's words, and nothing is left."""
     lacking = {"name": "X", "valueFrom": {"configMapKeyRef": {"name": "none", "key": "k"}}}
     template = {"kind": "Pod", "spec": {"containers": [{"name": "node", "env": [lacking]}]}}
     (tmp_path / "pod.json").write_text(json.dumps(template))
-    config = ground.kubeconfig(tmp_path / "config")
+    config = light.kubeconfig(tmp_path / "config")
     line = ("--backend", f"k8s:kubeconfig={config},template=pod.json", "--image", "trainer:1", *QUICK)
-    with Job(tmp_path, *line, str(SCRIPTS / "allreducing.py"), str(tmp_path)) as job:
+    with Job(tmp_path, *line, str(SCRIPTS / "light_steps.py"), str(tmp_path)) as job:
         assert job.ended() == 1, job.said
         assert "CreateContainerConfigError" in job.said(), job.said()
         assert "node.at_once" in job.dlrover("explain")
         assert "worker-0-1" not in job.dlrover("events")
-    assert ground.objects("secrets", namespace="train") == []
-    ground.until(lambda: not pods(ground), BOUND_S)
+    assert light.objects("secrets", namespace="train") == []
+    light.until(lambda: not pods(light), BOUND_S)
 
 
 @pytest.mark.nightly(reason="clearing is tried by day in test_k8s_backend, and after a good end in the test above")
 @pytest.mark.timeout(240)
 def test_ctrl_c_leaves_nothing(ground: Ground, tmp_path: Path) -> None:
     """A job that is interrupted removes its pods and its secret."""
-    with job_of(ground, tmp_path) as job:
+    with job_of(ground, tmp_path, script="allreducing.py") as job:
         job.trains(1, beyond=1)
         job.process.send_signal(signal.SIGINT)
         assert job.ended() != 0

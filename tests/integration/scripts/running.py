@@ -43,7 +43,10 @@ BOUND_S = 90.0
 TOKEN = "of-the-tests"
 LOOK_S, SELDOM_S = 0.02, 0.2
 LOOKING = 0.1
-"""The share of its time for which a test that waits may look: a look at /proc, or a question to a master, costs milliseconds."""
+"""The share of its time for which a test that waits may look: a look at /proc, or a question to a master, costs milliseconds.
+
+A command costs a second: it may be asked half of the time.
+"""
 Found = TypeVar("Found")
 
 
@@ -54,7 +57,8 @@ def eventually(look: Callable[[], Found | None], what: str, bound_s: float = BOU
     while (found := look()) is None or found is False:
         now = time.monotonic()
         assert now < deadline, f"{what}: not within {bound_s:g} s"
-        threading.Event().wait(min(max(LOOK_S, (now - began) / LOOKING), SELDOM_S))
+        took = now - began
+        threading.Event().wait(min(max(LOOK_S, took / LOOKING), max(SELDOM_S, took)))
         began = time.monotonic()
     return found
 
