@@ -234,6 +234,14 @@ class Cluster:
             raise Broken(f"the cluster cannot do {' '.join(words)!r}: {answer or 'it ended'}")
         return float(answer)
 
+    def end(self) -> None:
+        """End the cluster, and with it all pods."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(LIMIT_S)
+        self._process.kill()
+
     def ask(self, *words: str) -> str:
         """What the cluster says."""
         assert self._process.stdin is not None
@@ -256,11 +264,7 @@ def cluster(**shape: Any) -> Iterator[Cluster]:
                     raise Broken("the cluster did not come up")
                 yield Cluster(Path(folder), Path(root), process)
             finally:
-                if process.stdin is not None:
-                    process.stdin.close()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(LIMIT_S)
-                process.kill()
+                Cluster(Path(folder), Path(), process).end()
 
 
 @contextlib.contextmanager

@@ -88,7 +88,10 @@ def detached(of: Cluster, log: str) -> Iterator[Job]:
     with kept(made) as job:
         if job.wait():
             raise Broken(f"dlrover-run --detach: {job.said()}")
-        yield job
+        try:
+            yield job
+        finally:
+            of.end()  # nobody waits for a detached job
 
 
 def until(job: Job, step: int) -> None:
@@ -156,9 +159,12 @@ def killed(etcd: str) -> Blow:
 
 def _sqlite(of: Cluster) -> str:
     """The address of the log on the claim. Raises `Broken`."""
-    for path in (of.claims / CLAIM).rglob("log.db"):
-        return f"sqlite://{path}"
-    raise Broken(f"no log under {of.claims / CLAIM}")
+    claim, deadline = of.claims, time.monotonic() + LIMIT_S  # of all claims: this cluster has one
+    while not (found := list(claim.rglob("log.db"))):
+        if time.monotonic() > deadline:
+            raise Broken(f"no log among {sorted(map(str, claim.rglob('*')))}")
+        time.sleep(0.1)
+    return f"sqlite://{found[0]}"
 
 
 def _new(of: Cluster, before: Mapping[str, int]) -> str:
