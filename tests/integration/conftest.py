@@ -14,7 +14,7 @@ import sys
 import textwrap
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -29,6 +29,9 @@ if SCRIPTS not in sys.path:
 NO_TORCH = f"{SCRIPTS}/no_torch"
 SOURCES = [str(Path(__file__).parents[2] / one) for one in ("src", "src/adapters", "src/backends")]
 
+if TYPE_CHECKING:
+    from tests.integration.ray_grounds import RayGround
+
 BUSY_ETCDS = ("test_cli_etcd", "test_etcd_chaos_masters")  # whole jobs beside an etcd
 
 
@@ -39,6 +42,49 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         waits = "etcd" in item.path.stem and item.path.stem not in BUSY_ETCDS
         if waits and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group("etcd"))
+
+
+class Shared:
+    """The Ray that tests of one process share, as long as they follow one another: idle it costs a tenth of a core."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._ground: RayGround | None = None
+
+    def ground(self) -> RayGround:
+        """Started if it does not run."""
+        from running import WITHOUT_TORCH
+        from tests.integration.ray_grounds import ray_ground
+
+        if self._ground is None:
+            second = {"num_cpus": 1, "node_name": "second", "labels": {"zone": "b"}}
+            made = ray_ground({"num_cpus": 2, "node_name": "first"}, second, env=WITHOUT_TORCH)
+            self._ground = self._stack.enter_context(made)
+        return self._ground
+
+    def close(self) -> None:
+        """End it."""
+        self._ground = None
+        self._stack.close()
+
+
+SHARED = Shared()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """End the Ray that tests share after the last of them."""
+    if nextitem is None or not nextitem.path.stem.startswith("test_ray_"):
+        SHARED.close()
+
+
+@pytest.fixture(scope="module")
+def ray_light() -> RayGround:
+    """A Ray of two hosts, the second with a label, whose ranks have no torch. To start one takes as long as most tests do.
+
+    A test leaves nothing there, and has names of its own.
+    """
+    return SHARED.ground()
 
 
 BARE = """

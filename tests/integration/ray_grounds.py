@@ -21,6 +21,7 @@ from dlrover_backends.shared import process
 
 SCRIPT = Path(__file__).with_name("scripts") / "ray_ground.py"
 START_S, ORDER_S = 90.0, 60.0
+TEST_MARK = "DLROVER_TEST_MARK"  # in the environment of all that a test starts
 
 
 class RayGround:
@@ -60,10 +61,11 @@ def ray_ground(*hosts: dict[str, Any], env: Mapping[str, str] = MappingProxyType
     folder = tempfile.mkdtemp(prefix="rt-", dir="/tmp")
     words = [sys.executable, str(SCRIPT), folder, *map(json.dumps, hosts)]
     with Path(folder, "ground.log").open("w", encoding="utf-8") as said:
-        # Nobody's child: Ray keeps idle workers from test to test, and a test's children must end with it.
+        # Nobody's child: Ray keeps idle workers from test to test, and what a test starts must end with it.
+        environ = {name: value for name, value in os.environ.items() if name != TEST_MARK}
         child = subprocess.Popen(
             [shutil.which("setsid") or "setsid", "--fork", *words],
-            env={**os.environ, **env, process.MARK: mark},
+            env={**environ, **env, process.MARK: mark},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,

@@ -9,14 +9,14 @@ import os
 import select
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 from running import eventually
-from tests.integration.ray_grounds import RayGround, desk_of, parent_of, processes_of, ray_ground
+from tests.integration.ray_grounds import RayGround, desk_of, parent_of, processes_of
 
 from dlrover_backends.ray.client import RayBackend
 from dlrover_backends.ray.names import Run
@@ -50,12 +50,10 @@ STORY_S = 180.0
 NIGHTLY = "test_a_node_from_its_launch_to_its_end"
 
 
-@pytest.fixture(name="ground", scope="module")
-def made_ground() -> Iterator[RayGround]:
+@pytest.fixture(name="ground")
+def shared_ground(ray_light: RayGround) -> RayGround:
     """Two hosts, the second with a label."""
-    second = {"num_cpus": 1, "node_name": "second", "labels": {"zone": "b"}}
-    with ray_ground({"num_cpus": 2, "node_name": "first"}, second) as ground:
-        yield ground
+    return ray_light
 
 
 def context(

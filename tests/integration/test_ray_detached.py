@@ -7,13 +7,12 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from commands import dlrover, said
-from running import BIN, SCRIPTS, WITHOUT_TORCH, eventually
-from tests.integration.ray_grounds import RayGround, parent_of, processes_of, ray_ground
+from running import BIN, SCRIPTS, eventually
+from tests.integration.ray_grounds import RayGround, parent_of, processes_of
 from tools.etcd_cluster import Cluster
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
@@ -21,12 +20,10 @@ BOUND_S = 90.0
 LEAN = ("--preload", "none", "--set", "stop_grace_s=5", "--nnodes", "2", "--resources", "CPU=1")
 
 
-@pytest.fixture(name="ground", scope="module")
-def made_ground() -> Iterator[RayGround]:
+@pytest.fixture(name="ground")
+def shared_ground(ray_light: RayGround) -> RayGround:
     """Two hosts."""
-    hosts = ({"num_cpus": 1, "node_name": "first"}, {"num_cpus": 1, "node_name": "second"})
-    with ray_ground(*hosts, env=WITHOUT_TORCH) as ground:
-        yield ground
+    return ray_light
 
 
 class Detached:

@@ -1,4 +1,4 @@
-"""A job of `dlrover-run --backend ray`: torch trains in actors' keeping, an actor is killed, and nothing stays in the cluster."""
+"""A job of `dlrover-run --backend ray`: it trains in actors' keeping, an actor is killed, and nothing stays in the cluster."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ def made_ground() -> Iterator[RayGround]:
         yield ground
 
 
-def job_of(ground: RayGround, folder: Path, *more: str, resources: str = "CPU=1") -> Job:
+def job_of(
+    ground: RayGround, folder: Path, *more: str, resources: str = "CPU=1", script: str = "allreducing.py"
+) -> Job:
     """A job of two nodes."""
     line = ("--backend", "ray", "--ray-address", ground.address, "--resources", resources, *QUICK, *more)
-    return Job(folder, *line, str(SCRIPTS / "allreducing.py"), str(folder))
+    return Job(folder, *line, str(SCRIPTS / script), str(folder))
 
 
 def dlrover_ray(ground: RayGround, *words: str) -> str:
@@ -36,9 +38,22 @@ def dlrover_ray(ground: RayGround, *words: str) -> str:
     return done.stdout
 
 
-def test_an_actor_is_killed(ground: RayGround, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cluster", "script"),
+    [
+        ("ray_light", "light_steps.py"),
+        pytest.param(
+            *("ground", "allreducing.py"),
+            marks=pytest.mark.nightly(
+                reason="ranks without torch stand for it in make test, and on hosts test_hosts.py"
+            ),
+        ),
+    ],
+)
+def test_an_actor_is_killed(request: pytest.FixtureRequest, tmp_path: Path, cluster: str, script: str) -> None:
     """The node is another actor, training goes on, the incident has Ray's word, and at the end nothing is left."""
-    with job_of(ground, tmp_path) as job:
+    ground: RayGround = request.getfixturevalue(cluster)
+    with job_of(ground, tmp_path, script=script) as job:
         job.trains(1, beyond=3)
         run = job.settings["run"]
         os.kill(keeper_of(run, "worker-1-0"), signal.SIGKILL)
