@@ -218,6 +218,22 @@ def test_a_connection_that_a_kernel_ended_is_a_death() -> None:
     assert state.incidents.number == 1
 
 
+def test_an_agent_that_dies_on_a_host_that_is_not_reached_is_lost_at_once() -> None:
+    """The platform has said already that it hears nothing of that host: nobody waits for more words of it."""
+
+    async def story(cluster: Cluster) -> None:
+        cluster.platform.reach(cluster.platform.of("worker-1-0"), lost=True)
+        await cluster.until(lambda: "worker-1-0" in cluster.state.notices.unreached, every_s=0.05)
+        cluster.network.cut("worker-1-0")
+        at = asyncio.get_running_loop().time()
+        await cluster.until(lambda: "worker-1-1" in cluster.backend.launched, every_s=0.05)
+        assert asyncio.get_running_loop().time() - at <= SPEC.gone_s + 0.1
+
+    cluster, state = tell(story)
+    assert cluster.backend.launched == [*NODES, "worker-1-1"]
+    assert state.incidents.number == 1
+
+
 def test_an_agent_that_is_back_at_once_is_alive() -> None:
     """A link that was cut for a second and a half, and no more: nothing is said about it, and nothing restarts."""
 

@@ -155,8 +155,9 @@ class NoStandbys:
         at_work = node is not None and node.joined and not node.released
         if ended and at_work and not session.parted and self._sessions.of(session.node) is None:
             # The scheduler is about to say that the node ended, if it has. A link may have been cut for a while, too: an agent
-            # that lives is back within its longest pause.
-            self._away.died(session.node, max(RETURN_S, self._master.state.job.spec.gone_s))
+            # that lives is back within its longest pause. Of a host that it cannot reach it has said all that it will say.
+            gone_s, said = self._master.state.job.spec.gone_s, session.node in self._master.state.notices.unreached
+            self._away.died(session.node, gone_s if said else max(RETURN_S, gone_s))
 
     def _gone(self, node: str, why: str) -> None:
         log.info("agent gone", node=node, reason=why)
