@@ -63,7 +63,7 @@ def context(
     told = {"address": ground.address, "resources": resources, **more}
     return BackendContext(
         "conformance",
-        f"run-{next(RUNS)}",
+        f"run-{os.getpid()}-{next(RUNS)}",  # processes of a run are found on the whole machine
         ("m:1",),
         "t",
         command=command,
