@@ -7,7 +7,7 @@ import re
 import pytest
 from tools import flow
 
-FILES_MAX, CHANGES_MAX = 48, 428
+FILES_MAX, CHANGES_MAX = 49, 428
 """A little above what docs/design.md says. Whoever needs more measures anew, and says there why."""
 
 
