@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from k8s_inside import Inside
 
-from dlrover_backends.k8s import names
+from dlrover_backends.k8s import endings, names
 from dlrover_backends.k8s.client import KubernetesBackend
 from dlrover_backends.k8s.errors import Request, of_answer
 from dlrover_core import BackendContext
 from dlrover_core.testing.backend_stand import Watch, make_launch, watching
+
+Json = dict[str, Any]
 
 HERE = BackendContext("conformance", "r1", ("m:1",), "t", arguments=("x.py",), args="image=i:1,namespace=ml")
 POD = "/api/v1/namespaces/ml/pods"
@@ -28,7 +30,11 @@ def pods(api: Inside) -> list[str]:
     return [one["metadata"]["annotations"][names.NOTE_NAME] for one in api.objects("pods")]
 
 
-ENDED = {"terminated": {"exitCode": 3, "reason": "Error"}}
+ENDED, RUNS = {"terminated": {"exitCode": 3, "reason": "Error"}}, {"running": {}}
+SIDECAR = {
+    "containers": [{"name": "node", "image": "i"}],
+    "initContainers": [{"name": "side", "restartPolicy": "Always"}],
+}
 
 
 async def fails(
@@ -39,12 +45,14 @@ async def fails(
     index: int = 0,
     phase: str = "Failed",
     state: Any = ENDED,
+    beside: Any = None,
 ) -> str:
     """A node is launched, fails, and is deleted; the path of its pod."""
     node = make_launch(index, incarnation)
     await backend.launch(node, 1)
     path = f"{POD}/{names.pod_name(node.name, 'r1')}"
-    status = {"phase": phase, "containerStatuses": [{"name": "node", "state": state, "ready": False}]}
+    shown = [{"name": "node", "state": state, "ready": False}, *([] if beside is None else [beside])]
+    status = {"phase": phase, "containerStatuses": shown}
     await api.ask("PATCH", f"{path}/status", body={"status": status})
     assert (await watch.over(node.name)).phase == "failed"
     await backend.delete(node.name, 1, 0.0)
@@ -89,11 +97,42 @@ def test_a_failed_node_whose_pod_is_not_over_is_deleted(phase: str, state: Any) 
     async def story() -> None:
         api = Inside()
         backend = KubernetesBackend(HERE, api)
+        side = {"name": "proxy", "state": RUNS}
         async with watching(backend) as watch:
-            await fails(api, backend, watch, 0, phase=phase, state=state)
+            await fails(api, backend, watch, 0, phase=phase, state=state, beside=side)
         assert pods(api) == []
 
     run(story())
+
+
+def test_a_pod_whose_containers_have_all_ended_stays() -> None:
+    """Kubelets tell that first, with the phase ``Running``; when they say ``Failed``, the node has been deleted long since."""
+
+    async def story() -> None:
+        api = Inside()
+        backend = KubernetesBackend(HERE, api)
+        async with watching(backend) as watch:
+            await fails(api, backend, watch, 0, phase="Running")
+        assert pods(api) == ["conformance-worker-0-0"]
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("containers", "sidecars", "over"),
+    [
+        ({"node": ENDED}, {"side": ENDED}, True),
+        ({"node": ENDED}, {"side": RUNS}, False),
+        ({"node": ENDED}, {}, False),
+        ({"node": RUNS}, {"side": ENDED}, False),
+        ({}, {}, False),
+    ],
+)
+def test_a_pod_is_over_when_its_sidecars_are(containers: Json, sidecars: Json, over: bool) -> None:
+    """Init containers that go on beside the node hold room, too; a status that does not tell of one says nothing of it."""
+    shown = [[{"name": name, "state": state} for name, state in each.items()] for each in (containers, sidecars)]
+    status = {"phase": "Running", "containerStatuses": shown[0], "initContainerStatuses": shown[1]}
+    assert endings.is_over({"spec": SIDECAR, "status": status}) is over
 
 
 def test_another_s_pod_with_our_labels_stays() -> None:

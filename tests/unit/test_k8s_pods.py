@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import datetime as dt
 import json
 import re
 from typing import Any
@@ -307,6 +309,25 @@ def test_a_lost_host() -> None:
     assert (ended.phase, ended.exit_code, ended.reason.partition(":")[0]) == ("failed", 1, "DeletionByPodGC")
     marked = endings.observation(shown("short-0", "Running", deleted=True)[-1])
     assert (marked.phase, marked.notice.partition(":")[0]) == ("lost", "DeletionByTaintManager")
+
+
+@pytest.mark.parametrize(
+    ("late_s", "host", "phase"), [(61.0, "h1", "lost"), (59.0, "h1", "pending"), (61.0, "", "pending")]
+)
+def test_a_host_lost_before_the_node_began(late_s: float, host: str, phase: str) -> None:
+    """A pod that waits for its image, and should have been gone a minute ago: only its host could end it."""
+    pod = copy.deepcopy(shown("img-0", "Pending")[-1])
+    pod["metadata"] |= {"deletionTimestamp": "2026-11-20T12:00:00Z", "deletionGracePeriodSeconds": 40}
+    pod["spec"]["nodeName"] = host
+    end_s = dt.datetime(2026, 11, 20, 12, tzinfo=dt.timezone.utc).timestamp()
+    seen = endings.observation(pod, end_s + late_s)
+    assert (seen.phase, seen.host) == (phase, host)
+    assert endings.is_stranded(pod, "2026-11-20T12:01:01Z")
+    pod["status"]["conditions"].append(
+        {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
+    )
+    if phase == "lost":
+        assert endings.observation(pod, end_s + late_s).reason == "DeletionByTaintManager"
 
 
 def test_a_probe_that_fails_is_no_lost_host() -> None:

@@ -36,6 +36,7 @@ PULLING = frozenset({"ErrImagePull", "ImagePullBackOff"})
 NO_IMAGE = ("code = NotFound", "manifest unknown", "not found: manifest", "repository does not exist", "name unknown")
 STRANDED_S = 60.0
 """So long after a pod was to be gone, its silent host is believed to be."""
+NOT_READY = "its host is not ready"
 DEVICE = "DeviceUnhealthy"
 """Our own word, which the kubelet has none for."""
 USUAL = frozenset({"", "ContainerCreating", "PodInitializing"})
@@ -59,12 +60,15 @@ def observation(pod: Json, wall_s: float | None = None) -> Observation:
         return Observation(
             name,
             "lost" if lost else "running",
-            reason=reason or ("its host is not ready" if lost else ""),
+            reason=reason or (NOT_READY if lost else ""),
             host=host,
             domain=domain,
             notice=notice,
             notice_us=notice_us,
         )
+    if host and _is_late(pod, wall_s):
+        # Nothing of it runs that the kubelet would have to end: the host is away, and nobody knows for how long.
+        return Observation(name, "lost", reason=disruption(pod) or NOT_READY, host=host, domain=domain)
     wrong = _hopeless(status)
     if wrong:
         return Observation(name, "failed", 1, wrong, host, domain)
@@ -82,6 +86,19 @@ def is_deleted(pod: Json) -> bool:
     return bool(pod["metadata"].get("deletionTimestamp"))
 
 
+def is_over(pod: Json) -> bool:
+    """Has every container of the pod ended, sidecars too? Kubelets tell that first, and the pod's phase moments later."""
+    spec, status = pod.get("spec") or {}, pod.get("status") or {}
+    if status.get("phase") in {"Failed", "Succeeded"}:
+        return True
+    sidecars = {one.get("name") for one in spec.get("initContainers") or () if one.get("restartPolicy") == "Always"}
+    wanted = sidecars | {
+        one.get("name") for one in (*(spec.get("containers") or ()), *(status.get("containerStatuses") or ()))
+    }
+    ended = {one.get("name") for one in _statuses(status) if "terminated" in (one.get("state") or {})}
+    return bool(wanted) and wanted <= ended
+
+
 def removed(pod: Json, before: Observation, taken: str = "") -> Observation:
     """What the end of a pod that had not ended says of its node. ``taken``: the word of who took it away, if the pod has none."""
     word = disruption(pod) or taken
@@ -95,10 +112,8 @@ def is_stranded(pod: Json, now: str) -> bool:
 
     ``now``: as the API writes times.
     """
-    end_s, now_s = _seconds(pod["metadata"].get("deletionTimestamp")), _seconds(now)
-    if end_s is None or now_s is None or now_s < end_s + STRANDED_S:
-        return False
-    return observation(pod, now_s).phase in {"lost", "pending"}
+    now_s = _seconds(now)
+    return _is_late(pod, now_s) and observation(pod, now_s).phase in {"lost", "pending"}
 
 
 def disruption(pod: Json) -> str:
@@ -199,6 +214,12 @@ def _host_is_silent(status: Json, main: Json | None) -> bool:
     if ready.get("status") != "False" or ready.get("reason") in {"ContainersNotReady", "PodCompleted", "PodFailed"}:
         return False
     return main is not None and "running" in (main.get("state") or {}) and main.get("ready") is not False
+
+
+def _is_late(pod: Json, now_s: float | None) -> bool:
+    """Should the pod have been gone a minute ago?"""
+    end_s = _seconds(pod["metadata"].get("deletionTimestamp"))
+    return end_s is not None and now_s is not None and now_s >= end_s + STRANDED_S
 
 
 def _hopeless(status: Json) -> str:

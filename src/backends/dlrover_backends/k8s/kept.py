@@ -48,10 +48,12 @@ class Kept:
 
     def see(self, pod: Json) -> None:
         """A pod as it is now. Only one that is over may be kept: any other may hold its host's room, whatever it is taken for."""
-        if (pod.get("status") or {}).get("phase") == "Failed":
+        if endings.is_over(pod):
             self._over[uid_of(pod)] = None
             if len(self._over) > OVER_MAX:
                 del self._over[next(iter(self._over))]
+        else:
+            self._over.pop(uid_of(pod), None)
 
     async def keep(self, node: str, pod: str, uid: str, owner: Json) -> bool:
         """Keep the pod of a node that is over, and delete the one that was kept of its place; False: this one is to be deleted.

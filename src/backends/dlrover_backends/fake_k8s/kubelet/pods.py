@@ -323,6 +323,8 @@ class Pod:
         ended = statuses.terminated(code, began, reason=run.reason, message=message)
         if shown:
             self._states[name] = statuses.container(spec, ended, restarts=restarts, last=last)
+            if not self._stopping:  # kubelets tell this first, and how the pod has ended once nothing of it is left
+                await self._tell_running()
         return code
 
     # -- what it tells -----------------------------------------------------------------------------------------
