@@ -36,6 +36,11 @@ SILENT = {
 }
 TAINT = {"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}
 
+CORDONED = {
+    "unschedulable": True,
+    "taints": [{"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}],
+}
+
 
 def path_of(name: str) -> str:
     """Of a node's pod."""
@@ -217,6 +222,31 @@ def test_a_lost_node_says_what_its_host_is() -> None:
         for _ in range(3):
             assert await hosts.wrong(server, "h1") == ""
         assert len(server.asked) == asked + 1
+
+    asyncio.run(asyncio.wait_for(story(), BOUND_S))
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_deletion_on_a_cordoned_host_is_plain(away: bool) -> None:
+    """A person has deleted the pod: the word stays alone, and is no strike, unless the host is away, too."""
+
+    async def story() -> None:
+        server, node = Server(), make_launch()
+        backend = KubernetesBackend(HERE, server)
+        status = {"conditions": [SILENT if away else {"type": "Ready", "status": "True"}]}
+        server.objects["/api/v1/nodes/h1"] = {"metadata": {"name": "h1"}, "spec": CORDONED, "status": status}
+        async with watching(backend) as watch:
+            await backend.launch(node, 1)
+            pod = server.objects[path_of(node.name)]
+            pod["spec"]["nodeName"] = "h1"
+            pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "node", "state": {"running": {}}}]}
+            server.tell("MODIFIED", pod)
+            await watch.running(node.name)
+            pod["metadata"]["deletionTimestamp"] = "2026-11-20T12:00:00Z"
+            server.tell("DELETED", pod)
+            await watch.gone(node.name)
+            reason = watch.seen(node.name)[-1].reason
+            assert reason.startswith("Deleted; host h1 is not ready") if away else reason == DELETED
 
     asyncio.run(asyncio.wait_for(story(), BOUND_S))
 

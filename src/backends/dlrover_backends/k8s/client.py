@@ -435,7 +435,8 @@ class KubernetesBackend:
         if not seen.host or not (seen.phase == "lost" or (seen.phase == "gone" and seen.reason in {"", DELETED})):
             return seen
         assert self._api is not None
-        words = await self._hosts.wrong(self._api, seen.host)
+        # A person who deletes a pod of a cordoned host means the pod: a cordon is nothing against a host.
+        words = await self._hosts.wrong(self._api, seen.host, away=seen.reason == DELETED)
         return seen._replace(reason="; ".join(filter(None, (seen.reason, words)))) if words else seen
 
     def _seen(self, pod: Json, *, fresh: bool = False) -> Observation:

@@ -33,7 +33,7 @@ class Hosts:
     def __init__(self, now: Callable[[], float], ask_s: float = ASK_S) -> None:
         self._now, self._ask_s, self._hidden = now, ask_s, False
         self._slow_until = float("-inf")
-        self._known: dict[str, tuple[float, str]] = {}
+        self._known: dict[str, tuple[float, str, bool]] = {}
         self._racks: dict[str, tuple[float, str]] = {}
 
     async def rack(self, api: Api, host: str, label: str) -> str:
@@ -57,31 +57,35 @@ class Hosts:
         self._racks[host] = (at, rack)
         return rack
 
-    async def wrong(self, api: Api, host: str) -> str:
-        """What is wrong with a host, in words; empty: nothing is, or it cannot be seen."""
+    async def wrong(self, api: Api, host: str, *, away: bool = False) -> str:
+        """What is wrong with a host, in words; empty: nothing is, or it cannot be seen.
+
+        away: only if it is not ready, or gone
+        """
         at = self._now()
         self._known = {name: one for name, one in self._known.items() if at - one[0] < FRESH_S}
         if self._hidden or host in self._known or at < self._slow_until:
-            return self._known.get(host, (0.0, ""))[1]
-        words = ""
+            _, words, is_away = self._known.get(host, (0.0, "", False))
+            return words if is_away or not away else ""
+        words, is_away = "", False
         try:
-            words = of_host(await within(self._ask_s, api.ask("GET", f"/api/v1/nodes/{quote(host)}")))
+            found = await within(self._ask_s, api.ask("GET", f"/api/v1/nodes/{quote(host)}"))
+            words, is_away = of_host(found), bool(_unready(found))
         except NotFound:
-            words = f"host {host} is no longer in the cluster"
+            words, is_away = f"host {host} is no longer in the cluster", True
         except Forbidden:
             self._hidden = True
         except asyncio.TimeoutError:
             self._slow_until = self._now() + FRESH_S
         except ApiError:
             pass  # the next one may be answered
-        self._known[host] = (at, words)
-        return words
+        self._known[host] = (at, words, is_away)
+        return words if is_away or not away else ""
 
 
 def of_host(host: Json) -> str:
     """What is wrong with a Node object, in words; empty: nothing is."""
-    conditions = (host.get("status") or {}).get("conditions") or ()
-    found = [_not_ready(one) for one in conditions if one.get("type") == "Ready" and one.get("status") != "True"]
+    found = [_not_ready(one) for one in _unready(host)]
     spec = host.get("spec") or {}
     taints = [
         f"{one.get('key')}:{one.get('effect')}"
@@ -93,6 +97,12 @@ def of_host(host: Json) -> str:
     elif spec.get("unschedulable"):
         found.append("cordoned")
     return f"host {host['metadata']['name']} is {', '.join(found)}"[:TEXT_MAX] if found else ""
+
+
+def _unready(host: Json) -> list[Json]:
+    """The condition by which a host is not ready, if it is not."""
+    conditions = (host.get("status") or {}).get("conditions") or ()
+    return [one for one in conditions if one.get("type") == "Ready" and one.get("status") != "True"]
 
 
 def _not_ready(condition: Json) -> str:
