@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dlrover_core.job.nodes import Node
+from dlrover_core.job.world import Member, World, WorldSlice
 from dlrover_core.runtime.levelling import Leveller
 
 
@@ -28,10 +29,11 @@ def node(index: int, incarnation: int = 0, **fields: Any) -> Node:
     return Node(f"worker-{index}-{incarnation}", "worker", index, incarnation, 0, **fields)
 
 
-def leveller(*nodes: Node) -> tuple[Leveller, Reserves, dict[str, Node]]:
-    """One whose master has these nodes."""
+def leveller(*nodes: Node, world: World = World()) -> tuple[Leveller, Reserves, dict[str, Node]]:  # noqa: B008
+    """One whose master has these nodes, and had this world."""
     here = {one.node: one for one in nodes}
-    master: Any = SimpleNamespace(state=SimpleNamespace(nodes=SimpleNamespace(nodes=here)), may_order=lambda: True)
+    state = SimpleNamespace(nodes=SimpleNamespace(nodes=here), world=WorldSlice({"worker": world}))
+    master: Any = SimpleNamespace(state=state, may_order=lambda: True)
     backend: Any = Reserves()
     return Leveller(master, backend, SimpleNamespace(heard=frozenset)), backend, here  # type: ignore[arg-type]
 
@@ -78,3 +80,19 @@ def test_a_job_that_has_begun_goes_on() -> None:
     here["worker-1-0"] = node(1)
     one._tell_heard()
     assert len(backend.told) == 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "begun"),
+    [
+        ((node(0, state="running"),), True),
+        ((node(0, 1, state="planned"),), True),
+        ((node(0, state="failed"), node(1, state="running")), False),
+    ],
+    ids=["left", "replaced", "another one starts"],
+)
+def test_a_new_leader_looks_after_the_standbys_of_dead_nodes(nodes: tuple[Node, ...], begun: bool) -> None:
+    """It takes over while no node of the world is joined: standbys are what the job needs most just then."""
+    one, backend, _ = leveller(*nodes, world=World(1, members=(Member("worker-0-0", 1, 0),)))
+    one._tell_heard()
+    assert bool(backend.told) is begun

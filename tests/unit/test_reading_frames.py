@@ -61,10 +61,25 @@ def test_a_stack_of_faulthandler_is_no_traceback() -> None:
     assert not exceptions.chains(stack.splitlines())
 
 
-@pytest.mark.parametrize(("status", "code"), [("134", -6), ("9", -9), ("15", -15), ("139", -11), ("1", 1), ("3", 3)])
-def test_a_banner_names_host_and_signal(status: str, code: int) -> None:
-    """MPICH prints the status as the system has it."""
-    (one,) = launchers.ends(BANNER.format(status).splitlines())
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("EXIT CODE: 134", -6),
+        ("EXIT CODE: 9", -9),
+        ("EXIT CODE: 15", -15),
+        ("EXIT CODE: 139", -11),
+        ("EXIT CODE: 1", 1),
+        ("EXIT CODE: 3", 3),
+        ("EXIT CODE: 7", 7),
+        ("EXIT CODE: 7\n=   CLEANING UP\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Bus error (signal 7)", -7),
+        ("EXIT CODE: 255", 255),
+        ("EXIT STATUS: 15", 15),
+        ("KILLED BY SIGNAL: 6 (Aborted)", -6),
+    ],
+)
+def test_a_banner_names_host_and_signal(how: str, code: int) -> None:
+    """MPICH prints the status as the system has it: what may be a script's own code is one, unless a signal is named."""
+    (one,) = launchers.ends(BANNER.replace("EXIT CODE: {0}", how).splitlines())
     assert (one.code, one.host, one.pid, one.rank) == (code, "node1", 108257, -1)
 
 

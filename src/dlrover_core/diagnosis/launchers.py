@@ -65,9 +65,14 @@ _SRUN = re.compile(
 _MPI_NAME = re.compile(r"^\s*Process name: \[\[\d+,\d+\],(?P<rank>\d+)\]")
 _MPI_CODE = re.compile(r"^\s*Exit code:\s+(?P<code>\d+)")
 _HYDRA = re.compile(r"(?:RANK (?P<rank>\d+) )?\bPID (?P<pid>\d+) RUNNING AT (?:[\w.-]+@)?(?P<host>[\w.-]+)")
-# MPICH's process manager prints the status as the system has it: a small one is a signal.
-_HYDRA_SIGNALS = frozenset((6, 7, 8, 9, 11, 15))
+# MPICH's process manager prints the status as the system has it: as an exit code, these are rather signals. Others are told by
+# what it prints below.
+_HYDRA_SIGNALS = frozenset((9, 11, 15))
 _HYDRA_HOW = re.compile(r"(?:KILLED BY SIGNAL|EXIT CODE|EXIT STATUS): (?P<number>\d+)")
+_HYDRA_STRING = re.compile(r"EXIT STRING: .{0,60}\(signal (?P<signal>\d+)\)")
+_HYDRA_LINES = 8
+# So many signals there are: a shell's code of one is 128 and its number.
+SIGNALS_MAX = 64
 
 
 def ends(lines: Sequence[str]) -> list[Ended]:
@@ -106,7 +111,7 @@ def _singles(lines: Sequence[str]) -> Iterator[Ended]:
         if how is not None and hydra is not None:
             yield Ended(
                 number,
-                _hydra_code(how[0], int(how["number"])),
+                _hydra_code(how[0], int(how["number"]), lines[number + 1 : number + 1 + _HYDRA_LINES]),
                 int(hydra["rank"] or -1),
                 -1,
                 hydra["host"],
@@ -115,11 +120,16 @@ def _singles(lines: Sequence[str]) -> Iterator[Ended]:
             hydra = None
 
 
-def _hydra_code(how: str, number: int) -> int:
+def _hydra_code(how: str, number: int, below: Sequence[str]) -> int:
     """The code of an end that Hydra reports: a signal negative."""
-    if number > 128:
+    if 128 < number <= 128 + SIGNALS_MAX:
         return 128 - number
-    return -number if "SIGNAL" in how or number in _HYDRA_SIGNALS else number
+    if "SIGNAL" in how:
+        return -number
+    signalled = ("CODE" in how and number in _HYDRA_SIGNALS) or any(
+        int(said["signal"]) == number for said in map(_HYDRA_STRING.search, below) if said is not None
+    )
+    return -number if signalled else number
 
 
 def _code(said: dict[str, str]) -> int:

@@ -112,8 +112,11 @@ class Leveller:
         if self._seats is None or not isinstance(self._backend, Reserving):
             return
         if not self._begun:
-            nodes = self._master.state.nodes.nodes.values()
-            self._begun = any(one.joined for one in nodes) and not any(map(_arrives, nodes))
+            # A new leader of an old job begins where that is: all its nodes may be dead just now.
+            nodes, worlds = self._master.state.nodes.nodes.values(), self._master.state.world
+            was = {member.node for world in worlds.worlds.values() for member in world.members}
+            been = bool(was) or any(one.joined or one.incarnation for one in nodes)
+            self._begun = been and not any(_arrives(one) for one in nodes if one.node not in was)
         if self._begun:
             self._backend.heard(self._seats.heard())
 
