@@ -349,9 +349,9 @@ def test_rendering_a_detached_job() -> None:
     assert env["DLROVER_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == made[0]["metadata"]["name"]
 
 
-@pytest.mark.parametrize(("size", "kept"), [("4", 3), ("2:4", 2), ("1", 0)])
-def test_budgets_keep_what_the_job_needs(size: str, kept: int) -> None:
-    """All nodes but one stay where the size is fixed; where it is not, those that the job needs. Masters may change it."""
+@pytest.mark.parametrize(("size", "kept"), [("4", 3), ("2:4", 3), ("1", 0)])
+def test_budgets_keep_all_nodes_but_one(size: str, kept: int) -> None:
+    """A drain takes one at a time, also of those above MIN. Masters may change the budget."""
     options = cli_options.parse(["--backend", "k8s:claim=l", "--image", "a", "--nnodes", size, "train.py"])
     options.argv = ()
     choice = backends.chosen(options)
@@ -379,7 +379,7 @@ def test_a_budget_follows_the_size() -> None:
             "POST", where, body={"metadata": {"name": "j-nodes"}, "spec": {"minAvailable": 3, "selector": {}}}
         )
         backend = KubernetesBackend(here, server)
-        for fewest, most, kept in ((4, 4, 3), (2, 2, 1), (2, 5, 2), (1, 1, 0)):
+        for fewest, most, kept in ((4, 4, 3), (2, 2, 1), (2, 5, 4), (1, 1, 0)):
             await backend.sized(Wanted((size._replace(nodes_min=fewest, nodes_max=most),)), 1)
             assert (await server.ask("GET", f"{where}/j-nodes"))["spec"]["minAvailable"] == kept
         writes = [one for one in server.asked if one[0] == "PATCH"]

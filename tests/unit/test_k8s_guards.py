@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from k8s_inside import Inside
 
-from dlrover_backends.k8s import names
+from dlrover_backends.k8s import budgets, names
 from dlrover_backends.k8s.client import KubernetesBackend
 from dlrover_backends.k8s.errors import ApiError, Busy, Forbidden, Request, Unreachable
 from dlrover_core.runtime.backend import GroupSize, Wanted
 from dlrover_core.runtime.backends import BackendContext
+from dlrover_core.testing.backend_stand import make_launch, watching
 
 Json = dict[str, Any]
 
@@ -57,16 +58,72 @@ def test_nodes_are_reached_from_their_job_alone() -> None:
     assert policy["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": selected["matchLabels"]}}]}]
 
 
-def test_a_drain_leaves_what_the_job_needs() -> None:
-    """The budget follows the sizes, whoever masters it; what is so already is not written again."""
+def test_a_drain_takes_one_node_at_a_time() -> None:
+    """The budget follows the sizes until nodes are seen, whoever masters it; what is so already is not written again."""
     server = Inside()
-    for size, left in (((4, 4), 3), ((2, 5), 2), ((1, 1), 0)):
+    for size, left in (((4, 4), 3), ((2, 5), 4), ((1, 1), 0)):
         sized(server, size)  # each time by another master
         assert kept(server) == left
     asked = len(server.asked)
     sized(server, (1, 1), (1, 1), (1, 1), (2, 2))
     writes = [method for method, path in server.asked[asked:] if method == "PATCH" and "poddisruptionbudgets" in path]
     assert (writes, kept(server)) == (["PATCH", "PATCH"], 1)
+
+
+def test_the_budget_counts_nodes_that_run() -> None:
+    """More count at once. Fewer count after two minutes, in which a drained node's successor starts: as many as ran at most."""
+    clock = [0.0]
+    count, sizes = budgets.Count(lambda: clock[0]), [SIZE._replace(nodes_min=2)]
+    assert count.kept(sizes) == 3
+    for at, runs, left in (
+        (0.0, 0, 3),  # they begin
+        (60.0, 4, 3),
+        (100.0, 3, 3),  # one is drained
+        (110.0, 2, 3),  # and one fails
+        (219.0, 3, 3),
+        (220.0, 2, 2),  # for as long there was no room for a fourth
+        (230.0, 3, 2),
+        (231.0, 5, 4),  # others are to go, as the job got smaller
+        (232.0, 4, 3),
+    ):
+        clock[0] = at
+        count.running(runs)
+        assert count.more is (at == 231.0), at
+        assert count.kept(sizes) == left, at
+
+
+def test_a_node_more_is_counted_as_it_begins_to_run() -> None:
+    """The budget does not wait for the leader, which says the sizes once a minute."""
+
+    async def story() -> None:
+        server, clock = Inside(), [0.0]
+        backend = KubernetesBackend(HERE, server, now=lambda: clock[0])
+        wanted = Wanted((SIZE._replace(nodes_min=1, nodes_max=2),))
+        async with watching(backend) as watch:
+            await watch.until(lambda nodes: nodes == {})
+            for clock[0] in (0.0, 0.0, budgets.SETTLED_S):
+                await backend.sized(wanted, 1)
+            assert kept(server) == 0
+            written = asyncio.Event()
+            patch = server.ask
+
+            async def ask(method: str, path: str, **more: Any) -> Json:
+                answer = await patch(method, path, **more)
+                if method == "PATCH" and "poddisruptionbudgets" in path:
+                    written.set()
+                return answer
+
+            server.ask = ask  # type: ignore[method-assign]
+            for index in range(2):
+                node = make_launch(index, job="digits")
+                await backend.launch(node, 1)
+                status = {"phase": "Running", "containerStatuses": [{"name": "node", "state": {"running": {}}}]}
+                path = f"/api/v1/namespaces/ml/pods/{names.pod_name(node.name, 'r-1')}/status"
+                await server.ask("PATCH", path, body={"status": status})
+            await written.wait()
+            assert kept(server) == 1
+
+    asyncio.run(asyncio.wait_for(story(), 20))
 
 
 class Without(Inside):
@@ -106,10 +163,10 @@ def test_guards_that_somebody_deleted_come_back() -> None:
     async def story() -> None:
         server = Inside()
         backend = KubernetesBackend(HERE, server)
-        for fewest in (4, 2):
+        for most in (4, 3):
             for _ in range(2):
-                await backend.sized(Wanted((SIZE._replace(nodes_min=fewest),)), 1)
-            if fewest == 4:
+                await backend.sized(Wanted((SIZE._replace(nodes_min=2, nodes_max=most),)), 1)
+            if most == 4:
                 (budget,) = server.objects("poddisruptionbudgets", "policy")
                 where = "/apis/policy/v1/namespaces/ml/poddisruptionbudgets"
                 await server.ask("DELETE", f"{where}/{budget['metadata']['name']}")

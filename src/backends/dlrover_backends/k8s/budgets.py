@@ -1,4 +1,4 @@
-"""The disruption budget of a job's nodes: how many a drain leaves running. It follows the job's size.
+"""The disruption budget of a job's nodes: a drain takes one at a time of those that run. It follows their number.
 
 Pods without a scale have no ``maxUnavailable``: what a budget says is how many are kept. One that did not follow a job that got
 smaller would let no drain end.
@@ -15,14 +15,53 @@ from dlrover_backends.k8s.errors import Forbidden, NotFound
 from dlrover_backends.k8s.refusals import missing_right
 from dlrover_core.runtime.backend import ENDS, GroupSize, Wanted
 
+SETTLED_S = 120.0
+"""So long fewer nodes run before fewer are kept: the successor of a drained node runs before the next one goes."""
+
 log = structlog.get_logger("dlrover.backend")
 
 
 def nodes_kept(groups: Iterable[GroupSize]) -> int:
-    """Nodes that a drain leaves running: those that the job needs; all but one, where it needs all."""
-    sizes = tuple(groups)
-    fewest, most = sum(one.nodes_min for one in sizes), sum(one.nodes_max for one in sizes)
-    return max(0, most - 1) if fewest == most else fewest
+    """Nodes that a drain leaves running to begin with: all but one."""
+    return max(0, sum(one.nodes_max for one in groups) - 1)
+
+
+class Count:
+    """How many nodes of a job run. ``now``: steady seconds."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._running: int | None = None  # None: nodes were not listed yet
+        self._counts: int | None = None  # so many count
+        self._fewer: tuple[float, int] | None = None  # since when fewer run, and the most that did since
+
+    @property
+    def more(self) -> bool:
+        """Do more run than count?"""
+        return self._counts is not None and (self._running or 0) > self._counts
+
+    def running(self, number: int) -> None:
+        """So many run now."""
+        self._running = number
+        if self._counts is None or number >= self._counts:
+            self._fewer = None
+        elif self._fewer is None:
+            self._fewer = (self._now(), number)
+        else:
+            self._fewer = (self._fewer[0], max(number, self._fewer[1]))
+
+    def kept(self, groups: Iterable[GroupSize]) -> int:
+        """How many nodes a drain leaves running now, of a job of these sizes."""
+        most = max(sum(one.nodes_max for one in groups), self._running or 0)
+        if self._running is None or self._counts is None:
+            self._counts = most
+        if self._running is not None:
+            self.running(self._running)
+            self._counts = max(self._counts, self._running)
+        if self._fewer is not None and self._now() - self._fewer[0] >= SETTLED_S:
+            self._counts, self._fewer = self._fewer[1], None
+        self._counts = min(self._counts, most)
+        return max(0, self._counts - 1)
 
 
 class Budget:
@@ -38,9 +77,8 @@ class Budget:
         self._kept: int | None = None
         self._told = ""
 
-    async def sized(self, wanted: Wanted) -> None:
-        """Let it keep what a job of these sizes needs. One that somebody has deleted stays so. Raises `ApiError`."""
-        kept = nodes_kept(wanted.groups)
+    async def sized(self, wanted: Wanted, kept: int) -> None:
+        """Let it keep so many nodes. One that somebody has deleted stays so. Raises `ApiError`."""
         if wanted.state in ENDS or kept == self._kept:
             return
         path = f"/apis/policy/v1/namespaces/{self._where()}/poddisruptionbudgets/{self._name}"

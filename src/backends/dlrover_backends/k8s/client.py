@@ -18,10 +18,9 @@ from typing import Union
 import structlog
 
 from dlrover_backends.k8s import (
-    budgets,
     endings,
     gangs,
-    guards,
+    guarding,
     kept,
     names,
     pods,
@@ -79,10 +78,9 @@ class KubernetesBackend:
         self._over: dict[str, int] = {}
         self._pods: dict[str, Json] | None = None  # by true name, once they were listed
         self._gangs = gangs.Gangs(here, self._told, self._ask, lambda: self._namespace) if self._told.gang else None
-        self._budget = (
-            budgets.Budget(self._told.budget, self._ask, lambda: self._namespace) if self._told.budget else None
+        self._guarding = guarding.Guarding(
+            here, self._told, self._ask, lambda: self._namespace, self._connected, self._owned, now
         )
-        self._guard = None if self._told.owner else guards.Guard(here, self._ask, lambda: self._namespace)
         self._list = Snapshot((), 0.0)  # the last one, without its objects
         self._kept = kept.Kept(here, self._ask, lambda: self._path("pods"), self.is_ours)
         self._ended: set[str] = set()
@@ -209,14 +207,17 @@ class KubernetesBackend:
                         told = self._shown = {name: (uid_of(pod), self._seen(pod)) for name, pod in ours.items()}
                         self._uids |= {name: uid_of(pod) for name, pod in ours.items()}
                         self._note_pods(ours)
+                        self._guarding.seen(node for _, node in told.values())
                         shown = [await self._judged(node) for _, node in told.values() if node.phase != "gone"]
                         yield Listed(tuple(shown))
                     elif (change := self._change(one.type, one.object, owner, told)) is not None:
+                        self._guarding.seen(node for _, node in told.values())
                         yield Changed(await self._judged(change))
         except Forbidden as error:
             raise CoreError(refusals.missing_right(error)) from error
         finally:
             self._shown = None
+            await self._guarding.rest()
             if keeping is not None:
                 keeping.cancel()
                 await asyncio.gather(keeping, return_exceptions=True)
@@ -242,18 +243,7 @@ class KubernetesBackend:
                     made[one.name] = pods.manifest(self._here, self._told, node, owner, await self._template(one.name))
             if len(made) == len(wanted.groups):
                 self._queue.sized(wanted, owner, made)
-        await self._see_to_guards(wanted)
-
-    async def _see_to_guards(self, wanted: Wanted) -> None:
-        """What launches do not wait for: after a failure it is done when the leader says the sizes again."""
-        try:
-            if self._guard is not None:
-                await self._guard.sized(wanted, await self._owned())
-            if self._budget is not None:
-                await self._connected()
-                await self._budget.sized(wanted)
-        except CoreError as error:
-            log.warning("the nodes' guards are seen to again", error=str(error))
+        await self._guarding.sized(wanted)
 
     async def check(self) -> None:
         """Ask for pods, gangs and queues. Raises `SpecError` for missing credentials, rights or kinds, and `ApiError`."""

@@ -1,4 +1,4 @@
-"""What guards the nodes of an attached job: other pods cannot reach them, and a drain leaves those that the job needs.
+"""What guards the nodes of an attached job: other pods cannot reach them, and a drain takes one at a time.
 
 Masters in pods come with both (`masters`). An attached job makes them itself, where it may: they belong to the run's Secret, and
 go with it. Torch's stores ask nobody for a token, so nodes are reached from pods of their own job alone.
@@ -6,17 +6,16 @@ go with it. Torch's stores ask nobody for a token, so nodes are reached from pod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import structlog
 
 from dlrover_backends.k8s import names, owning
 from dlrover_backends.k8s.api import Ask, Json
-from dlrover_backends.k8s.budgets import nodes_kept
 from dlrover_backends.k8s.errors import Conflict, Forbidden, Invalid, NotFound
 from dlrover_backends.k8s.paths import PLURALS
 from dlrover_backends.k8s.refusals import missing_right
-from dlrover_core.runtime.backend import ENDS, GroupSize, Wanted
+from dlrover_core.runtime.backend import ENDS, Wanted
 from dlrover_core.runtime.backends import BackendContext
 
 POLICY, BUDGET = "networking.k8s.io/v1", "policy/v1"
@@ -28,12 +27,12 @@ _WITHOUT = {
 log = structlog.get_logger("dlrover.backend")
 
 
-def objects(here: BackendContext, owner: Json, groups: Iterable[GroupSize]) -> list[Json]:
-    """The NetworkPolicy of a job's pods, standbys included, and the PodDisruptionBudget of its nodes."""
+def objects(here: BackendContext, owner: Json, kept: int) -> list[Json]:
+    """The NetworkPolicy of a job's pods, standbys included, and the PodDisruptionBudget of its nodes, which keeps so many."""
     labels = names.labels(here.job, here.run)
     nodes = {"matchLabels": labels, "matchExpressions": [{"key": names.LABEL_NODE, "operator": "Exists"}]}
     inside = {"from": [{"podSelector": {"matchLabels": labels}}]}
-    budget = {"minAvailable": nodes_kept(groups), "selector": nodes, "unhealthyPodEvictionPolicy": "AlwaysAllow"}
+    budget = {"minAvailable": kept, "selector": nodes, "unhealthyPodEvictionPolicy": "AlwaysAllow"}
     return [
         _object(
             here,
@@ -70,14 +69,14 @@ class Guard:
         self._made: dict[str, Json] = {}
         self._told: dict[str, str] = {}
 
-    async def sized(self, wanted: Wanted, owner: Json) -> None:
-        """Make what there is not, and let the budget follow the sizes. A right that is missing is told, and is tried again.
+    async def sized(self, wanted: Wanted, owner: Json, kept: int) -> None:
+        """Make what there is not, and let the budget keep so many nodes. A right that is missing is told, and is tried again.
 
         Raises `ApiError` for what may mend itself.
         """
         if wanted.state in ENDS:
             return
-        for one in objects(self._here, owner, wanted.groups):
+        for one in objects(self._here, owner, kept):
             kind = one["kind"]
             if self._made.get(kind) == one["spec"]:
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlrover_backends.k8s import gangs, guards, pods, settings, standbys, yaml_text
+from dlrover_backends.k8s import budgets, gangs, guards, pods, settings, standbys, yaml_text
 from dlrover_backends.k8s.api import Json
 from dlrover_core.errors import LaunchRefused, SpecError
 from dlrover_core.job.orders import NodeLaunch
@@ -22,7 +22,9 @@ def objects(here: BackendContext, nodes: Sequence[NodeLaunch], groups: tuple[Gro
     """
     told = settings.read(here)
     owner = pods.owner_object(here)
-    guarding = guards.objects(here, {**owner, "metadata": {**owner["metadata"], "uid": UID}}, groups)
+    guarding = guards.objects(
+        here, {**owner, "metadata": {**owner["metadata"], "uid": UID}}, budgets.nodes_kept(groups)
+    )
     for one in (owner, *guarding):
         if told.namespace:
             one["metadata"]["namespace"] = told.namespace
