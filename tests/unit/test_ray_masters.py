@@ -201,11 +201,17 @@ class Scheduler:
     def __init__(self, store: Store, places: list[str]) -> None:
         self._store, self._places, self.pids = store, places, iter(range(1, 100))
         self.made: list[tuple[int, str]] = []
+        self.faults: list[str] = []
 
     def make(self, plan: Plan, number: int, host: str) -> None:
-        """As `masters._make`."""
+        """As `masters._make`. The next of ``faults`` is raised before it, or, if it says so, after it."""
+        fault = self.faults.pop(0) if self.faults and len(self.made) >= 2 else ""
+        if fault == "before":
+            raise OSError(fault)
         self.made.append((number, host))
         self._place(mastery.called(plan.job, plan.run, number))
+        if fault:
+            raise OSError(fault)
 
     def kill(self, name: str) -> None:
         """As `masters._kill`."""
@@ -214,6 +220,20 @@ class Scheduler:
     def _place(self, name: str) -> None:
         pid = next(self.pids)
         self._store.actors.append(Actor(f"id-{pid}", name, SPACE, host_id=self._places.pop(0), pid=pid))
+
+
+def scheduler_of(store: Store, monkeypatch: pytest.MonkeyPatch, places: list[str]) -> Scheduler:
+    """Ray places keepers so, one after the other, and the job's name is claimed."""
+    ray: Any = ModuleType("ray")
+    ray.nodes = lambda: [{"NodeID": one, "Alive": True} for one in ("a", "b")]
+    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "a")
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    scheduler = Scheduler(store, [*places])
+    monkeypatch.setattr(masters, "_make", scheduler.make)
+    monkeypatch.setattr(masters, "_kill", scheduler.kill)
+    monkeypatch.setattr(masters, "LOOK_S", 0.0)
+    masters.claim(JOB, "r1", "t")
+    return scheduler
 
 
 @pytest.mark.parametrize(
@@ -225,20 +245,83 @@ def test_masters_keepers_move_to_their_hosts(
     store: Store, monkeypatch: pytest.MonkeyPatch, places: list[str], ends: int
 ) -> None:
     """Keepers that Ray has started on one host, because a raylet did not know the other one, end on two."""
-    ray: Any = ModuleType("ray")
-    ray.nodes = lambda: [{"NodeID": one, "Alive": True} for one in ("a", "b")]
-    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "a")
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    scheduler = Scheduler(store, [*places])
-    monkeypatch.setattr(masters, "_make", scheduler.make)
-    monkeypatch.setattr(masters, "_kill", scheduler.kill)
-    monkeypatch.setattr(masters, "LOOK_S", 0.0)
-    masters.claim(JOB, "r1", "t")
+    scheduler = scheduler_of(store, monkeypatch, places)
     wanted = masters.keep(Plan(JOB, "r1", (), "t", keepers=2))
     assert scheduler.made == [(0, "b"), (1, "a")], "the driver's host comes last"
     masters.settle(Plan(JOB, "r1", (), "t", keepers=2), wanted)
     assert {one.host_id for one in store.actors} == {"a", "b"}
     assert next(scheduler.pids) == 3 + ends, "a keeper that is where it should be stays"
+
+
+@pytest.mark.parametrize("faults", [["before"] * 3, ["after"]], ids=["it was not done", "it was done"])
+def test_a_keeper_that_is_moved_is_made_again(store: Store, monkeypatch: pytest.MonkeyPatch, faults: list[str]) -> None:
+    """Ray may raise anything, before and after it has done what was asked: the keeper that was ended comes back, once."""
+    scheduler = scheduler_of(store, monkeypatch, ["b", "b", "a"])
+    plan = Plan(JOB, "r1", (), "t", keepers=2)
+    wanted = masters.keep(plan)
+    scheduler.faults = faults
+    masters.settle(plan, wanted)
+    assert not scheduler.faults
+    assert sorted(one.host_id for one in store.actors) == ["a", "b"]
+    assert [one for one, _ in scheduler.made] == [0, 1, 1]
+
+
+def test_a_keeper_that_cannot_be_made_again_is_told(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is told that a keeper lives which was ended and could not be made again, or which Ray does not end."""
+    scheduler = scheduler_of(store, monkeypatch, ["b", "b", "a"])
+    plan = Plan(JOB, "r1", (), "t", keepers=2)
+    wanted = masters.keep(plan)
+    scheduler.faults = ["before"] * 100_000
+    looks = iter(range(1_000))
+    monkeypatch.setattr(masters, "time", SimpleNamespace(monotonic=lambda: float(next(looks)), sleep=lambda _: None))
+    with pytest.raises(NotKept, match=r"digits#r1#1: ended .* and is not kept any more: OSError: before"):
+        masters.settle(plan, wanted)
+    assert [one.host_id for one in store.actors] == ["b"]
+    monkeypatch.setattr(masters, "_kill", lambda _: None)
+    with pytest.raises(NotKept, match=r"digits#r1#0: ended .* Ray has not ended it yet"):
+        masters.settle(plan, {"digits#r1#0": "a"})
+
+
+@pytest.mark.parametrize("states", [["ALIVE"], ["ALIVE", "RESTARTING"], ["ALIVE", "DEAD"]])
+def test_all_keepers_are_waited_for(store: Store, monkeypatch: pytest.MonkeyPatch, states: list[str]) -> None:
+    """A job of two keepers has begun when two work, not one; one that died and came back counts."""
+    masters.claim(JOB, "r1", "t")
+    plan = Plan(JOB, "r1", (), "t", keepers=2)
+    for number, state in enumerate(states):
+        store.keeper("r1", number, state)
+    monkeypatch.setattr(masters, "READY_S", 0.0)
+    with pytest.raises(NotKept, match=r"digits#r1#1 is (not there|RESTARTING)|cannot be kept"):
+        masters.await_ready(plan)
+    store.keeper("r1", 1)
+    store.actors = [one for one in store.actors if one.state != "RESTARTING"]
+    masters.await_ready(plan)
+
+
+def test_a_keeper_takes_nothing_that_nodes_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither memory nor processors: a node that asks for all that a host has fits beside it. It knows its host by id."""
+    asked: list[dict[str, Any]] = []
+    told: list[tuple[object, ...]] = []
+
+    def options(**more: Any) -> Any:
+        asked.append(more)
+        return SimpleNamespace(remote=lambda *words: told.append(words))
+
+    ray: Any = ModuleType("ray")
+    ray.method = lambda **_: lambda method: method
+    ray.remote = lambda **_: lambda _: SimpleNamespace(options=options)
+    strategies: Any = ModuleType("ray.util.scheduling_strategies")
+    strategies.NodeAffinitySchedulingStrategy = lambda *words, **_: words
+    for one in (ray, ModuleType("ray.util"), strategies):
+        monkeypatch.setitem(sys.modules, one.__name__, one)
+    monkeypatch.setattr(private, "implicit", "node:everybody's/{}".format)
+    masters._make(Plan(JOB, "r1", (), "t"), 1, "b")
+    masters._make(Plan(JOB, "r1", (), "t", pinned=mastery.HEAD), 0, "b")
+    wants = [{key: one.get(key) for key in ("num_cpus", "memory", "resources")} for one in asked]
+    assert wants == [
+        {"num_cpus": 0, "memory": None, "resources": {"node:everybody's/dlrover-masters": masters.SLIVER}},
+        {"num_cpus": 0, "memory": None, "resources": {mastery.HEAD: masters.SLIVER}},
+    ]
+    assert [one[1:] for one in told] == [(1, "b"), (0, "")]
 
 
 def test_a_keeper_is_not_moved_to_a_host_that_is_gone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +391,7 @@ def test_a_token_never_goes_back(store: Store) -> None:
 def keeper_that(monkeypatch: pytest.MonkeyPatch, start: Callable[[], Any]) -> MastersKeeper:
     """A masters' keeper outside Ray, whose masters are started so."""
     keeper = MastersKeeper.__new__(MastersKeeper)
-    keeper._plan, keeper._number = Plan(JOB, "r1", (), "t"), 0
+    keeper._plan, keeper._number, keeper._host = Plan(JOB, "r1", (), "t"), 0, ""
     keeper._started, keeper._last = None, deque(maxlen=3)
     keeper._released, keeper._idle = os.eventfd(0, os.EFD_CLOEXEC), threading.Event()
     monkeypatch.setattr(keeper, "_start", start)
@@ -346,6 +429,50 @@ def test_a_keeper_that_is_to_leave(beside: bool, monkeypatch: pytest.MonkeyPatch
     assert not running.is_alive()
     assert done == (["timer"] if beside else ["signal 9", "close", "timer"])
     assert again == [(masters_keeper.IDLE_S, os._exit, (masters_keeper.BROKEN,))]
+
+
+@pytest.mark.parametrize(
+    ("host", "lives", "again", "waits"),
+    [("b", True, False, True), ("a", True, False, False), ("b", False, False, False), ("b", True, True, False)],
+    ids=["elsewhere", "as meant", "a dead host", "started again"],
+)
+def test_a_keeper_on_the_wrong_host_tells_no_address(
+    store: Store, monkeypatch: pytest.MonkeyPatch, host: str, lives: bool, again: bool, waits: bool
+) -> None:
+    """It waits to be replaced, so that the other keeper's masters are never told an address that nobody will answer at."""
+    ray: Any = ModuleType("ray")
+    ray.nodes = lambda: [{"NodeID": "b", "Alive": lives}]
+    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "a", was_current_actor_reconstructed=again)
+    ray.actor = SimpleNamespace(exit_actor=lambda: None)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    bounds: list[float] = []
+    select = masters_keeper.select.select
+    monkeypatch.setattr(
+        masters_keeper,
+        "select",
+        SimpleNamespace(select=lambda *words: bounds.append(words[3]) or select(*words[:3], 0.0)),
+    )
+
+    def start() -> Any:
+        keeper._store(mastery.at("r1", 0), b"a:1")
+        raise Released
+
+    def at() -> bytes | None:
+        return store.get(mastery.key(JOB, mastery.at("r1", 0)))
+
+    masters.claim(JOB, "r1", "t")
+    keeper = keeper_that(monkeypatch, start)
+    keeper._host = host
+    os.eventfd_write(keeper._released, 1)
+    keeper.run()  # it is replaced at once
+    assert at() == (None if waits else b"a:1")
+    assert keeper._idle.is_set()
+    os.eventfd_read(keeper._released)
+    bounds.clear()
+    keeper.run()  # nobody replaces it
+    assert at() == b"a:1"
+    assert bounds == ([masters_keeper.SETTLE_S, 0] if waits else [0])
+    assert masters_keeper.OTHERS_S > masters_keeper.SETTLE_S, "the other keeper would start without this one's address"
 
 
 def test_keepers_are_asked_before_they_are_killed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def _make(options: Options, cluster: Any, here: BackendContext, told: Settings, 
         _refuse_others(cluster, here)
         made = plan(options, here, told._replace(address=address), cluster.sent(env))
         masters.settle(made, masters.keep(made))
-        masters.await_ready(here.job, here.run)
+        masters.await_ready(made)
     except BaseException:
         try:
             masters.release(here.job, here.run)

@@ -209,6 +209,8 @@ def _settle(plan: dict[str, Any], wanted: Any) -> None:
 
     try:
         masters.settle(mastery.of_map(plan), wanted)
+    except masters.NotKept as error:
+        log.error("masters of this job are not kept in the cluster", error=str(error))
     except Exception as error:  # noqa: BLE001  # Ray raises anything, and they are kept, wherever they are
         log.warning("masters' keepers may share a host", error=f"{type(error).__name__}: {error}")
 

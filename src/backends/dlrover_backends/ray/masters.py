@@ -18,19 +18,21 @@ from urllib.parse import unquote
 
 from dlrover_backends.ray import mastery, private
 from dlrover_backends.ray.endings import ending
-from dlrover_backends.ray.masters_keeper import MastersKeeper, environment_of
+from dlrover_backends.ray.masters_keeper import SETTLE_S, MastersKeeper, environment_of
 from dlrover_backends.ray.mastery import SPACE, Plan, Record
 from dlrover_backends.ray.records import Actor
 from dlrover_core.errors import CoreError
 
-LOOK_S, READY_S, GONE_S, SETTLE_S = 0.1, 60.0, 20.0, 20.0
+LOOK_S, READY_S, GONE_S = 0.1, 60.0, 20.0
 YOUNG_S, ANSWER_S = 60.0, 1.0
 ASK_S = 2.0
 """So long a keeper has to end its masters itself, before it is killed."""
 SLIVER = 0.001
-"""So much of a host's own resource pins a keeper there."""
-BYTES = 1
-"""So much memory has Ray ask the maker's own raylet for a place, and not any: one that has just joined knows no other host."""
+"""So much of a host's own resource pins a keeper there.
+
+So much of a resource that each host has, and that nobody else asks for, has Ray ask the maker's own raylet for a place, and not
+any: one that has just joined knows no other host. A node's resources are left alone.
+"""
 _SOMEBODY = "job {!r} has just been started in this cluster by somebody else; give this one another --job-id"
 
 
@@ -164,34 +166,59 @@ def keep(plan: Plan) -> dict[str, str]:
 def settle(plan: Plan, wanted: Mapping[str, str]) -> None:
     """Wait until keepers are on the hosts that they should be on, `SETTLE_S` at most; one that is elsewhere is made anew.
 
-    A raylet that has just joined does not know all hosts yet, and starts itself what it is asked to place. Whoever is moved has
-    not started masters yet.
+    A raylet that has just joined does not know all hosts yet, and starts itself what it is asked to place. A keeper that is moved
+    has not started masters yet. Raises `NotKept` where one that was ended could not be made again within `GONE_S` more, and
+    whatever Ray does.
+    """
+    deadline, moving = time.monotonic() + SETTLE_S, dict[str, str]()
+    while wanted:
+        fault: Exception | None = None
+        try:
+            if _is_settled(plan, wanted, moving, may_move=time.monotonic() < deadline):
+                return
+        except Exception as error:  # noqa: BLE001  # Ray raises anything, and what was ended has to be made again
+            fault = error
+        now = time.monotonic()
+        if moving and now > deadline + GONE_S:
+            raise NotKept(
+                f"{', '.join(sorted(moving))}: ended on another host than meant, and is not kept any more: "
+                f"{type(fault).__name__ + ': ' + str(fault) if fault else 'Ray has not ended it yet'}"
+            ) from fault
+        if not moving and now > deadline:
+            if fault is not None:
+                raise fault
+            return
+        time.sleep(LOOK_S)
+
+
+def _is_settled(plan: Plan, wanted: Mapping[str, str], moving: dict[str, str], *, may_move: bool) -> bool:
+    """Is there nothing to wait for? Otherwise keepers are ended, and made again, as far as that can be done now.
+
+    ``moving``: the names of keepers that were ended, and are to be made again, with the ids of those that were ended. What Ray
+    raises may come after Ray has done what was asked; so each step begins with what the cluster's table says.
     """
     import ray
 
-    deadline, ended, numbers = time.monotonic() + SETTLE_S, set[str](), dict[str, int]()
-    while wanted and time.monotonic() < deadline + GONE_S:
-        living = {one.name: one for one in _living(plan.job, plan.run)}
-        gone = numbers.keys() - living.keys()
-        if gone and not _is_of(plan):
-            return
-        for name in gone:
-            _make(plan, numbers.pop(name), wanted[name])
-        if gone:
-            continue
-        hosts = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
-        waits = [living[one] for one, host in wanted.items() if one in living and host in hosts]
-        waits = [one for one in waits if one.host_id != wanted[one.name]]
-        if not (waits or numbers) or (time.monotonic() > deadline and not numbers):
-            return
-        for one in waits:
-            if one.host_id and one.id not in ended and time.monotonic() < deadline:
-                ended.add(one.id)
-                numbers[one.name] = int(one.name.rpartition("#")[2])
-                if one.state == "ALIVE":
-                    _ask(one.name)
-                _kill(one.name)
-        time.sleep(LOOK_S)
+    living = {one.name: one for one in _living(plan.job, plan.run)}
+    for name in [one for one, ended in moving.items() if one in living and living[one].id != ended]:
+        del moving[name]
+    gone = moving.keys() - living.keys()
+    if gone and not _is_of(plan):
+        return True
+    for name in gone:
+        _make(plan, int(name.rpartition("#")[2]), wanted[name])
+        del moving[name]
+    hosts = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+    placed = [(living[one], host) for one, host in wanted.items() if one in living and host in hosts]
+    elsewhere = [one for one, host in placed if one.host_id != host]
+    for one in elsewhere:
+        if one.host_id and may_move and one.name not in moving:
+            moving[one.name] = one.id
+            if one.state == "ALIVE":
+                _ask(one.name)
+    for name in moving.keys() & living.keys():
+        _kill(name)
+    return not (gone or elsewhere or moving)
 
 
 def _is_of(plan: Plan) -> bool:
@@ -212,11 +239,10 @@ def _make(plan: Plan, number: int, host: str) -> None:
         max_restarts=-1,
         max_task_retries=0,
         num_cpus=0,
-        memory=None if plan.pinned else BYTES,
-        resources={plan.pinned: SLIVER} if plan.pinned else None,
+        resources={plan.pinned or private.implicit(SPACE): SLIVER},
         runtime_env=dict(env) or None,
         scheduling_strategy=None if plan.pinned else NodeAffinitySchedulingStrategy(host, soft=True),
-    ).remote(plan.to_map(), number)
+    ).remote(plan.to_map(), number, "" if plan.pinned else host)
 
 
 def _with_orders() -> type:
@@ -227,22 +253,24 @@ def _with_orders() -> type:
     return MastersKeeper
 
 
-def await_ready(job: str, run: str) -> None:
-    """Wait until all keepers of a run work, or it is over already. Raises `NotKept`."""
+def await_ready(plan: Plan) -> None:
+    """Wait until all keepers of a plan work, or its run is over already. Raises `NotKept`."""
     deadline = time.monotonic() + READY_S
+    names = [mastery.called(plan.job, plan.run, number) for number in range(plan.keepers)]
     while True:
-        actors, found = _keepers(job, run), find(job)
-        if found is None or found.record.run != run:
+        actors, found = _keepers(plan.job, plan.run), find(plan.job)
+        if found is None or found.record.run != plan.run:
             raise NotKept("its masters were removed at once, by somebody else")
         if found.record.over is not None:
             return
-        dead = [one for one in actors if one.is_dead]
-        if dead and not any(not one.is_dead for one in actors):
+        living = {one.name: one.state for one in actors if not one.is_dead}
+        dead = [one for one in actors if one.is_dead and one.name not in living]
+        if dead:
             raise NotKept(f"its masters cannot be kept: {ending(dead[-1].cause)[2]}")
-        if actors and all(one.state == "ALIVE" for one in actors if not one.is_dead):
+        if all(living.get(one) == "ALIVE" for one in names):
             return
         if time.monotonic() > deadline:
-            waits = ", ".join(f"{one.name} is {one.state}" for one in actors)
+            waits = ", ".join(f"{one} is {living.get(one, 'not there')}" for one in names)
             raise NotKept(f"its masters' keepers did not start within {READY_S:g} s: {waits}")
         time.sleep(LOOK_S)
 

@@ -34,7 +34,11 @@ CRASHES_MAX, LIVED_S = 20, 60.0
 HANDED_OVER, GIVEN_UP, BROKEN = 75, 70, 1
 LEAVE_S, IDLE_S = 2.0, 10.0
 PORT_S, PORT_AGAIN_S = 10.0, 0.1
-OTHERS_S, STORE_AGAIN_S = 10.0, 0.5
+SETTLE_S = 20.0
+"""So long keepers are moved to the hosts that they should be on (`masters.settle`)."""
+OTHERS_S = SETTLE_S + 10.0
+"""So long a keeper waits for the other ones' addresses: one that is moved has none before, and begins then."""
+STORE_S, STORE_AGAIN_S = 10.0, 0.5
 LINES, LINE_CHARS_MAX = 20, 500
 BACKEND, BIND, MASTERS = "DLROVER_MASTER_BACKEND", "DLROVER_MASTER_BIND", "DLROVER_MASTER_AT"
 JOB, LOG, STATE_DIR, RUN = "DLROVER_MASTER_JOB", "DLROVER_MASTER_LOG", "DLROVER_MASTER_STATE", "DLROVER_RUN"
@@ -48,12 +52,16 @@ class Released(Exception):
 
 
 class MastersKeeper:
-    """Keeps the masters of one job. ``plan`` is `mastery.Plan.to_map`; ``number``: which of the job's keepers this is."""
+    """Keeps the masters of one job.
 
-    def __init__(self, plan: dict[str, Any], number: int) -> None:
+    ``plan`` is `mastery.Plan.to_map`; ``number``: which of the job's keepers this is; ``host``: Ray's id of the host that it
+    should be on, empty: any.
+    """
+
+    def __init__(self, plan: dict[str, Any], number: int, host: str = "") -> None:
         import ray
 
-        self._plan, self._number = mastery.of_map(plan), number
+        self._plan, self._number, self._host = mastery.of_map(plan), number, host
         self._started: Started | None = None
         self._last: deque[str] = deque(maxlen=LINES)
         self._released, self._idle = os.eventfd(0, os.EFD_CLOEXEC), threading.Event()
@@ -70,6 +78,7 @@ class MastersKeeper:
 
         try:
             _await_end(self._plan.driver, self._released)
+            self._await_move()
             self._tell_end(self._keep())
         except Released:  # the driver's good end was its death, too
             if select.select([self._released], [], [], 0)[0]:
@@ -96,6 +105,14 @@ class MastersKeeper:
             again = threading.Timer(IDLE_S, os._exit, (BROKEN,))  # Ray starts it again
             again.daemon = True
             again.start()
+
+    def _await_move(self) -> None:
+        """On another host than the wanted one, wait `SETTLE_S` for `masters.settle` to replace this keeper; then stay.
+
+        Masters that were started here meanwhile would have others told an address that is nobody's soon. Raises `Released`.
+        """
+        if self._host and _is_elsewhere(self._host) and select.select([self._released], [], [], SETTLE_S)[0]:
+            raise Released
 
     # ---- the masters
 
@@ -249,7 +266,7 @@ class MastersKeeper:
         from dlrover_backends.ray import private
 
         key = mastery.key(self._plan.job, part)
-        for _ in range(int(OTHERS_S / STORE_AGAIN_S)):
+        for _ in range(int(STORE_S / STORE_AGAIN_S)):
             try:
                 private.put(key, value)
                 released = not _is_claimed(self._plan.job, self._plan.run)
@@ -286,6 +303,24 @@ def _is_claimed(job: str, run: str) -> bool:
     claims = private.keys(prefix + mastery.CLAIM)
     record = mastery.record_of(job, {one.removeprefix(prefix): private.get(one) or b"" for one in claims})
     return record is not None and record.run == run
+
+
+def _is_elsewhere(host: str) -> bool:
+    """Is this the actor's first process, on another host than the one with this id, which lives?
+
+    Where Ray has started the actor again, it is where Ray can have it; nobody moves it then.
+    """
+    import ray
+
+    here = ray.get_runtime_context()
+    if here.get_node_id() == host:
+        return False
+    try:
+        lives = any(one["NodeID"] == host and one["Alive"] for one in ray.nodes())
+        return lives and not here.was_current_actor_reconstructed
+    except Exception as error:  # noqa: BLE001  # Ray raises anything
+        log.warning("the cluster's hosts cannot be read", error=str(error))
+        return True
 
 
 def _address() -> str:

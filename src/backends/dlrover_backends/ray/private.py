@@ -17,10 +17,13 @@ _SPACE = "dlrover"
 
 def missing() -> str:
     """The private part that this Ray lacks; empty: all are there."""
-    from ray._private import state
+    from ray import _raylet
+    from ray._private import state, utils
     from ray.experimental import internal_kv
 
     for owner, names in (
+        (_raylet, ("GcsClient", "IMPLICIT_RESOURCE_PREFIX")),
+        (utils, ("read_ray_address",)),
         (
             state.GlobalState,
             ("_connect_and_get_accessor", "get_draining_nodes", "job_table", "available_resources_per_node"),
@@ -94,6 +97,13 @@ def free() -> Mapping[str, Mapping[str, float]]:
 
     found: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
     return found
+
+
+def implicit(name: str) -> str:
+    """A resource of which every host has 1, though none says so, as Ray Serve uses it to spread replicas."""
+    from ray._raylet import IMPLICIT_RESOURCE_PREFIX  # type: ignore[attr-defined]  # compiled
+
+    return f"{IMPLICIT_RESOURCE_PREFIX}{name}"
 
 
 def get(key: str) -> bytes | None:
