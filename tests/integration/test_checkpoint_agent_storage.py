@@ -149,7 +149,7 @@ def test_what_is_ordered_of_an_ended_generation(node: Make, tmp_path: Path) -> N
             assert (await one.rig.told())[1:] == [[False, True]]
             one.order(Persist(9, 1, (0,)), generation=2)
             await one.until(lambda: one.kept.written)
-            assert one.kept.written[0][::3] == (9, 1)
+            assert (one.kept.written[0].step, one.kept.written[0].generation) == (9, 1)
             assert one.kept.written[0].places == 1
             assert (one.kept.before, one.kept.wrote) == (1, True)
             await one.until(lambda: not arena.control.pinned(0) and not arena.control.pinned(1))
