@@ -40,7 +40,8 @@ class Stand:
     def __init__(self, folder: Path) -> None:
         self.sent: list[Any] = []
         self.launcher = SimpleNamespace(data=DataSocket(str(folder)))
-        self.duty = DataDuty(self.launcher)
+        self.told: list[str] = []
+        self.duty = DataDuty(self.launcher, self.told.append)
         self.desk = Desk("n-0-1", "run", NOBODY, self._sent)
         self.too_old = False
         self.lines: list[LeaseLine] = []

@@ -32,7 +32,7 @@ def test_nothing_is_handed_out_before_the_ranks_have_resumed(play: Any) -> None:
         await asyncio.to_thread(line.open, MODEL_TERMS, 4)
         restored_leases(one, generation=0)
         waits = await one.draw(line, within_s=0.01)
-        assert "call FlashCheckpoint.restore()" in waits.why
+        assert "call FlashCheckpoint.restore(); if every rank did, look for what is refused" in waits.why
         await asyncio.to_thread(line.restored, MODEL_TERMS, 1, 7, Ranges([(0, 4)]))
         assert one.sent[-1] == RestoreLeases("n-0-1", LAUNCH.generation, "eval", 1, 7, Ranges([(0, 4)]).pack())
         restored_leases(one, (4, 40), generation=LAUNCH.generation)
@@ -64,6 +64,11 @@ def test_a_restore_that_the_master_refuses_ends_its_worker(play: Any) -> None:
                 SpecError, match="dataset 'eval': the job's master refuses where this generation goes on: step 7"
             ):
                 await drawn
+        assert "step 7" in one.duty.why("eval")
+        # Ranks of other nodes, and a rank 0 that draws nothing, hear nothing of it: people do.
+        (words,) = one.told
+        assert "refuses where this generation goes on: step 7" in words
+        assert "No rank of the job is handed samples" in words
         restored_leases(one, (4, 40), generation=LAUNCH.generation)  # another node's word was heard
         assert await one.draw(line) == (4, 8)
 

@@ -149,3 +149,12 @@ def test_that_something_did_not_start_is_not_sure() -> None:
     told = answer("docker: Error response from daemon: OCI runtime create failed: something else\n")
     assert told.causes[0].judgement.signature == "container.start"
     assert told.causes[0].confidence < 0.75
+
+
+@pytest.mark.parametrize("head", ["", "Traceback (most recent call last):\n"], ids=["headless", "whole"])
+def test_an_exception_that_says_that_it_is_tried_again_was_handled(head: str) -> None:
+    """One step after it is enough: whatever ends the run later is the cause."""
+    handled = f"{head}{FRAMES}TimeoutError: handled, retrying in 2 s\nstep 100\nstep 101\n"
+    assert (
+        said(f"step 99\n{handled}Traceback (most recent call last):\n{FRAMES}KeyError: 'x'\n") == "exception.KeyError"
+    )

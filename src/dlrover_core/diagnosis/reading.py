@@ -431,7 +431,7 @@ class _File:
             doubted = ""
             if _IGNORED.search(before):
                 doubted = "raised while the interpreter ended, or in a thread that nobody waits for: a consequence"
-            elif self.rows[rows[0]].level == "W" or self._went_on(chain.last, its):
+            elif self.rows[rows[0]].level == "W" or self._went_on(chain.last, its, chain.links[-1].at):
                 doubted = WENT_ON
             elif _passes_on(chain):
                 doubted = "a launcher's report: it passes on how its child ended"
@@ -537,12 +537,13 @@ class _File:
         """Is this an exception without a traceback, to which the next one says that it belongs?"""
         return any("above exception" in row.body for row in self.rows[index + 1 : index + 1 + NAMED_LINES])
 
-    def _went_on(self, index: int, its: Who) -> bool:
-        """Did the run make steps after this line, or write much that is no failure before the last failure?"""
+    def _went_on(self, index: int, its: Who, title: int = -1) -> bool:
+        """Did the run make steps after this line, one if the ``title`` says so, or write much before the last failure?"""
         steps = self.steps_after(index)
-        if steps >= STEPS_MIN:
+        least = 1 if title >= 0 and _HANDLED.search(self.rows[title].body) else STEPS_MIN
+        if steps >= least:
             ranked = [at for at in self._steps[-steps:] if its.rank < 0 or self.rows[at].who.rank in (-1, its.rank)]
-            if len(ranked) >= STEPS_MIN:
+            if len(ranked) >= least:
                 return True
         if self._last <= index:
             return False

@@ -83,6 +83,12 @@ class Restoring:
     due_s: float = math.inf
     refused: str = ""
 
+    @property
+    def words(self) -> str:
+        """What is refused, for people."""
+        name = self.command.dataset
+        return f"dataset {name!r}: the job's master refuses where this generation goes on: {self.refused}"
+
 
 class DataDuty:
     """Of one agent. ``say`` tells people at once what workers wait for."""
@@ -176,6 +182,8 @@ class DataDuty:
             one.due_s, one.refused = loop.time() + REGISTER_EVERY_S, refused
             if refused:
                 log.error("what a model was trained on is refused", dataset=one.command.dataset, reason=refused)
+                # Those of other nodes are handed nothing either, and do not hear why.
+                self._say(f"{one.words}. No rank of the job is handed samples: stop it, and start it again as said")
                 if self._launcher.data is not None:
                     self._launcher.data.serve()
 
@@ -232,7 +240,7 @@ class DataDuty:
         """Raises `Refused` where the leader refuses the state that this generation goes on from: nothing is ever handed out."""
         one = self._restoring.get(dataset)
         if one is not None and one.refused and one.command.generation == session.generation:
-            raise Refused(f"dataset {dataset!r}: the job's master refuses where this generation goes on: {one.refused}")
+            raise Refused(one.words)
 
     def acked(self, session: Session, dataset: str, spans: Sequence[Span]) -> None:
         """These were used."""
@@ -270,7 +278,13 @@ class DataDuty:
                 )
             return "the job's master has not registered the dataset yet"
         if self._told[dataset].assignment == MODEL_LEASE and not self._told[dataset].generation:
-            return "rank 0 has not said yet from which state this generation goes on: call FlashCheckpoint.restore()"
+            one = self._restoring.get(dataset)
+            if one is not None and one.refused:
+                return one.words
+            return (
+                "rank 0 has not said yet from which state this generation goes on: call FlashCheckpoint.restore(); "
+                "if every rank did, look for what is refused in the output of rank 0 and of its agent"
+            )
         return "other workers have the rest, and have not used it yet"
 
     def gone(self, session: Session, why: str) -> None:
