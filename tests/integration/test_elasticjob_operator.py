@@ -13,7 +13,7 @@ import pytest
 from tests.chaos.operator_seeds import BASE, NAME, Stand, job, standing, trial
 
 from dlrover_backends.k8s import names
-from dlrover_backends.k8s.elasticjob import deploy, leader, reconcile
+from dlrover_backends.k8s.elasticjob import deploy, leader, reconcile, translate
 from dlrover_backends.k8s.elasticjob.leader import Leader
 from dlrover_backends.k8s.errors import Conflict
 from dlrover_core.errors import LogUnavailable
@@ -70,25 +70,25 @@ async def test_a_job_from_its_object_to_its_end(stand: Stand) -> None:
 @in_a_stand
 async def test_an_etcd_that_does_not_answer_keeps_the_object(stand: Stand) -> None:
     """A deleted job stays until its log is removed, and says why, and how to leave the log there."""
-    answers, forgotten = asyncio.Event(), list[tuple[str, str]]()
+    answers, forgotten = asyncio.Event(), list[tuple[str, str, str]]()
 
-    async def forget(namespace: str, name: str) -> None:
+    async def forget(namespace: str, name: str, run: str) -> None:
         if not answers.is_set():
             raise LogUnavailable("no member answers")
-        forgotten.append((namespace, name))
+        forgotten.append((namespace, name, run))
 
     stand.forget, stand.settings = forget, stand.settings._replace(etcd="etcd://e:2379")
     await stand.begin()
-    await applied(stand, job())
+    made = await applied(stand, job())
     await stand.until(lambda: stand.status().get("phase") == "Running", "it runs")
     await stand.api.ask("DELETE", f"{BASE}/{NAME}")
     await stand.until(lambda: stand.condition("Reconciled")[0] == "False", "it is told")
     said = stand.condition("Reconciled")[1]
     assert "no member answers" in said
-    assert f"annotate elasticjob {NAME} {reconcile.NOTE_KEEP_LOG}=true" in said
+    assert f"annotate elasticjobs.{translate.GROUP} {NAME} {reconcile.NOTE_KEEP_LOG}=true" in said
     answers.set()
     await stand.until(lambda: stand.job() is None and not stand.left(), "all gone")
-    assert forgotten == [("train", NAME)]
+    assert forgotten == [("train", NAME, made["metadata"]["uid"])]
 
 
 async def columns(stand: Stand) -> list[Any]:
@@ -136,7 +136,13 @@ async def test_what_is_no_job_is_told_and_then_taken(stand: Stand) -> None:
 
 @in_a_stand
 async def test_a_stranger_with_a_name_of_ours(stand: Stand) -> None:
-    """A Service that is somebody's under the name of ours stays as it is, and an event names it."""
+    """A Service that is somebody's under the name of ours stays as it is, and an event names it; what etcd has is theirs, too."""
+    forgotten = list[str]()
+
+    async def forget(*what: str) -> None:
+        forgotten.extend(what)
+
+    stand.forget, stand.settings = forget, stand.settings._replace(etcd="etcd://e:2379")
     theirs = {"metadata": {"name": f"{NAME}-masters"}, "spec": {"ports": [{"port": 80}]}}
     made = await stand.api.ask("POST", "/api/v1/namespaces/train/services", body=theirs)
     await stand.begin()
@@ -147,6 +153,7 @@ async def test_a_stranger_with_a_name_of_ours(stand: Stand) -> None:
     await stand.api.ask("DELETE", f"{BASE}/{NAME}")
     await stand.until(lambda: stand.job() is None and not stand.left(), "all gone")
     assert stand.objects("services")[0]["metadata"]["uid"] == made["metadata"]["uid"]
+    assert forgotten == []
 
 
 @in_a_stand

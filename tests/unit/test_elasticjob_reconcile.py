@@ -425,18 +425,46 @@ def test_a_deleted_job_goes_in_order() -> None:
     assert last.body == {"metadata": {"finalizers": None, "resourceVersion": "7"}}
 
 
+OWN = {reconcile.NOTE_LOGS: "u-1"}
+
+
 @pytest.mark.parametrize(
     ("etcd", "notes", "erased"),
-    [("etcd://e", {}, True), ("etcd://e", {reconcile.NOTE_KEEP_LOG: "true"}, False), ("", {}, False)],
+    [
+        ("etcd://e", OWN, True),
+        ("etcd://e", {}, False),
+        ("etcd://e", {reconcile.NOTE_LOGS: "u-0"}, False),
+        ("", OWN, False),
+        *(("etcd://e", {**OWN, reconcile.NOTE_KEEP_LOG: said}, False) for said in ("true", "True", "yes", "1", "")),
+        *(("etcd://e", {**OWN, reconcile.NOTE_KEEP_LOG: said}, True) for said in ("false", "False", "no", "0")),
+    ],
 )
 def test_what_an_etcd_has_of_a_deleted_job_goes_too(etcd: str, notes: Json, erased: bool) -> None:
-    """Last, before the name is free for another job; not where an annotation keeps it, and not without an etcd."""
+    """Last, before the name is free for another job; not where an annotation keeps it, or masters were never made for it."""
     thing = kept(deletionTimestamp=NOW, annotations=notes)
     *first, last = reconcile.reconcile(Observed(thing), SETTINGS._replace(etcd=etcd)).writes
-    assert first == ([reconcile.Erase("ml", "mnist")] if erased else [])
+    assert first == ([reconcile.Erase("ml", "mnist", "u-1")] if erased else [])
     assert isinstance(last, Patch)
     still = reconcile.reconcile(Observed(thing, left=True), SETTINGS._replace(etcd=etcd)).writes
     assert all(isinstance(one, Remove) for one in still)
+
+
+def test_a_job_with_a_log_in_etcd_is_marked() -> None:
+    """Once its Secret and Service are its own, before its masters are made; once; not where it only waits, and without an etcd."""
+    etcd = SETTINGS._replace(etcd="etcd://e:2379")
+    *others, mark, last = outcome(Observed(kept()), etcd).writes
+    assert all(isinstance(one, Make) for one in others)
+    assert mark == Patch(reconcile.path_of(kept()), {"metadata": {"annotations": OWN}})
+    assert isinstance(last, Make)
+    assert last.object["kind"] == "Job"
+    suspended = kept()
+    suspended["spec"]["suspend"] = True
+    for seen, settings in (
+        (kept(annotations=OWN), etcd),
+        (suspended, etcd),
+        (kept(), SETTINGS),
+    ):
+        assert not [one for one in outcome(Observed(seen), settings).writes if isinstance(one, Patch)]
 
 
 def test_masters_pods_end_before_nodes_are_removed() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dlrover_adapters.cli import k8s_lines, k8s_log, k8s_masters, k8s_operator
-from dlrover_backends.k8s import transport
+from dlrover_backends.k8s import masters, transport
 from dlrover_backends.k8s.elasticjob import leader, operator
 from dlrover_backends.k8s.elasticjob.reconcile import Settings
 from dlrover_backends.k8s.errors import NotFound, Request
@@ -127,16 +127,18 @@ def test_a_log_that_no_job_could_reach_is_refused(log: str, said: str) -> None:
 
 
 def test_what_an_etcd_has_of_a_job_is_removed_under_its_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the URL as the operator has it; nothing without an etcd, or where an archive has the history, too."""
-    erased = list[tuple[str, str]]()
+    """Where the job's masters write; nothing without an etcd, or where an archive has the history, too."""
+    erased = list[tuple[str, str, str]]()
 
-    async def erase(url: str, job: str) -> None:
-        erased.append((url, job))
+    async def erase(*what: str) -> None:
+        erased.append((what[0], what[1], what[2]))
 
     monkeypatch.setattr("dlrover_adapters.etcd.erasing.erase", erase)
     assert k8s_log.forgetting("") is None
     assert k8s_log.forgetting("etcd://e1?archive=s3://b/c") is None
-    forget = k8s_log.forgetting("etcd://e1/x?ttl=3")
-    assert forget is not None
-    asyncio.run(forget("ml", "digits"))
-    assert erased == [("etcd://e1/x/ml?ttl=3", "digits")]
+    for url in ("etcd://e1/x?ttl=3", "etcd://e1/a%2F", "etcd://e1/a%20b"):
+        forget = k8s_log.forgetting(url)
+        assert forget is not None
+        asyncio.run(forget("ml", "digits", "u-1"))
+        theirs = masters.by_namespace(k8s_log.read(url, masters.FILES_PATH).url, "ml")
+        assert erased.pop() == (theirs, "digits", "u-1")

@@ -63,8 +63,8 @@ def read(log: str, folder: str, *, password: str | None = None, key: str | None 
     return Told(_url(found, {name: f"{folder}/{FILES[name]}" for name in files}, password), told)
 
 
-def forgetting(log: str) -> Callable[[str, str], Awaitable[None]] | None:
-    """Removes what this etcd has of the job of a namespace and name; None: there is no etcd, or an archive has the history, too.
+def forgetting(log: str) -> Callable[[str, str, str], Awaitable[None]] | None:
+    """Removes what this etcd has of the job of a namespace and name that began with a run; None: there is no etcd, or an archive.
 
     A job's archive cannot be removed from here, and without its log the next job of the name could not use it.
     """
@@ -76,10 +76,13 @@ def forgetting(log: str) -> Callable[[str, str], Awaitable[None]] | None:
     if address.parse(log).archive:
         return None
 
-    async def forget(namespace: str, job: str) -> None:
+    async def forget(namespace: str, job: str, run: str) -> None:
         from dlrover_adapters.etcd.erasing import erase
 
-        await erase(masters.by_namespace(log, namespace), job)
+        found = address.parse(log)  # each time: a password in a file changes
+        files = {name: str(getattr(found, name)) for name in FILES if getattr(found, name)}
+        # Spelled as masters are told it: a prefix that is quoted differently is another one.
+        await erase(masters.by_namespace(_url(found, files, None), namespace), job, run)
 
     return forget
 

@@ -64,7 +64,7 @@ class Operator:
     settings:  what jobs are given
     namespace: whose jobs; empty: those of all namespaces
     look_s:    how often a job's masters are asked
-    forget:    removes what an etcd has of a job of this namespace and name; None: it stays
+    forget:    removes what an etcd has of a job of this namespace and name, if its log began with this run; None: it stays
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Operator:
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         look_s: float = LOOK_S,
-        forget: Callable[[str, str], Awaitable[None]] | None = None,
+        forget: Callable[[str, str, str], Awaitable[None]] | None = None,
     ) -> None:
         self._api, self._tells, self._settings, self._namespace = api, tells, settings, namespace
         self._now, self._wall, self._look_s, self._log_forgets = now, wall, look_s, forget
@@ -334,7 +334,7 @@ class Operator:
             elif isinstance(one, Remove):
                 await self._remove(one.path, job)
             elif isinstance(one, Erase):
-                await self._erase(one)
+                await self._erase(one, job)
             else:
                 await self._ask_masters(uid, one)
         # Objects that are not watched tell nobody that they are gone.
@@ -364,16 +364,17 @@ class Operator:
         with contextlib.suppress(NotFound, Conflict):
             await self._api.ask("DELETE", path, body=body)
 
-    async def _erase(self, one: Erase) -> None:
+    async def _erase(self, one: Erase, job: Json) -> None:
         """Raises `LogStays`."""
         if self._log_forgets is None:
             return
         try:
-            await within(ERASE_S, self._log_forgets(one.namespace, one.job))
+            await within(ERASE_S, self._log_forgets(one.namespace, one.job, one.run))
         except (CoreError, asyncio.TimeoutError) as error:
+            kind = f"{translate.PLURAL}.{job['apiVersion'].partition('/')[0]}"  # both groups may be installed
             why = (
                 f"what the etcd has of the job is not removed yet: {str(error) or 'it does not answer'}; to leave it there: "
-                f"kubectl -n {one.namespace} annotate elasticjob {one.job} {reconcile.NOTE_KEEP_LOG}=true"
+                f"kubectl -n {one.namespace} annotate {kind} {one.job} {reconcile.NOTE_KEEP_LOG}=true"
             )
             asked = Request("DELETE", f"/api/v1/namespaces/{one.namespace}/logs/{one.job}")
             raise refused.LogStays(asked, 0, why) from error

@@ -25,7 +25,10 @@ FINALIZER = MANAGER = "dlrover-core/operator"
 NOTE_TAKE, NOTE_TEMPLATES, NOTE_KEPT = "dlrover-core/operator", "dlrover-core/templates", "dlrover-core/nodes-kept"
 NOTE_FILES = "dlrover-core/log-files"
 NOTE_KEEP_LOG = "dlrover-core/keep-log"
-"""Of a job whose log is in etcd: ``true`` lets it stay there when the job is deleted."""
+"""Of a job whose log is in etcd: it stays there when the job is deleted, unless the annotation is missing or one of `NO`."""
+NO = {"false", "no", "off", "0"}
+NOTE_LOGS = "dlrover-core/log-of"
+"""The uid of the object whose masters were made, with their log in etcd. Another object's, of a copied manifest, says nothing."""
 CLAIM_SIZE = "1Gi"
 
 
@@ -100,10 +103,11 @@ class Ask(NamedTuple):
 
 
 class Erase(NamedTuple):
-    """Remove what an etcd has of the job."""
+    """Remove what an etcd has of the job, if its log began with this run."""
 
     namespace: str
     job: str
+    run: str
 
 
 Write = Make | Patch | Remove | Ask | Erase
@@ -166,7 +170,8 @@ def _keeping(seen: Observed, job: translate.Job, plan: masters.MasterPlan) -> Ou
     if FINALIZER not in finalizers:
         writes.append(_finalizers(seen.job, [*finalizers, FINALIZER]))
     if seen.masters is None and not standing.is_over(seen.job) and not job.suspended:
-        writes += made(job, plan)
+        *needed, last = made(job, plan)
+        writes += [*needed, *_marked(seen.job, plan), last]
     elif seen.masters is not None and not standing.ended(seen.masters):
         writes += _templates(seen.masters, plan)
         writes += _files(seen.masters, plan)
@@ -175,6 +180,13 @@ def _keeping(seen: Observed, job: translate.Job, plan: masters.MasterPlan) -> Ou
     writes += _leftovers(seen)
     status, events = standing.status(facts(seen), job, plan)
     return Outcome(tuple(writes), status if status != seen.job.get("status") else None, events)
+
+
+def _marked(thing: Json, plan: masters.MasterPlan) -> Iterator[Write]:
+    """What is written once the object has a Secret of its own, and before masters can write: the log of the name will be its own."""
+    notes, uid = thing["metadata"].get("annotations") or {}, thing["metadata"]["uid"]
+    if plan.etcd and notes.get(NOTE_LOGS) != uid:
+        yield Patch(path_of(thing), {"metadata": {"annotations": {NOTE_LOGS: uid}}})
 
 
 def facts(seen: Observed) -> standing.Facts:
@@ -284,7 +296,8 @@ def _rejected(seen: Observed, why: str) -> Outcome:
 def _removing(seen: Observed, settings: Settings) -> Outcome:
     """The masters go first, who would make pods, and are waited for; then pods; then the rest; then the object may go, too.
 
-    What an etcd has of it goes last: until then nobody else takes the name.
+    What an etcd has of it goes last: until then nobody else takes the name. An object that never had masters has nothing there:
+    what bears its name is another's.
     """
     finalizers = list(seen.job["metadata"].get("finalizers") or ())
     if FINALIZER not in finalizers:
@@ -297,10 +310,17 @@ def _removing(seen: Observed, settings: Settings) -> Outcome:
     if seen.left:
         return Outcome(tuple(Remove(one) for one in belongings(seen.job)))
     metadata = seen.job["metadata"]
-    keeps = (metadata.get("annotations") or {}).get(NOTE_KEEP_LOG) == "true"
-    log = (Erase(metadata["namespace"], metadata["name"]),) if settings.etcd and not keeps else ()
+    uid = metadata["uid"]
+    goes = settings.etcd and (metadata.get("annotations") or {}).get(NOTE_LOGS) == uid and not keeps_log(seen.job)
+    log = (Erase(metadata["namespace"], metadata["name"], uid),) if goes else ()
     kept = [one for one in finalizers if one != FINALIZER]
     return Outcome((*log, _finalizers(seen.job, kept)))
+
+
+def keeps_log(job: Json) -> bool:
+    """Is the log to stay in the etcd when the object is deleted? Whatever is not a plain no keeps it."""
+    said = (job["metadata"].get("annotations") or {}).get(NOTE_KEEP_LOG)
+    return said is not None and str(said).strip().lower() not in NO
 
 
 def staying(pods: tuple[Json, ...], now: str) -> list[Json]:
