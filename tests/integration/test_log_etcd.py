@@ -15,7 +15,7 @@ from etcd_logs import opened, run
 from structlog.testing import capture_logs
 from tools.etcd_cluster import Cluster
 
-from dlrover_adapters.etcd import election, erasing
+from dlrover_adapters.etcd import election
 from dlrover_adapters.etcd.client import Closed, Denied, Status
 from dlrover_adapters.etcd.keys import Head
 from dlrover_adapters.etcd.leadership import EtcdLeadership
@@ -338,35 +338,6 @@ def test_resigning_hands_over_at_once(etcd_server: Cluster, etcd_prefix: str) ->
             await first.announce("x")
             await first.resign()
             await asyncio.wait_for(waiting, 3)
-
-    run(story())
-
-
-def test_a_job_that_is_forgotten_leaves_nothing(
-    etcd_server: Cluster, etcd_prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not while a master leads it, and no other job; in bounded transactions; once more is no error; the name begins anew."""
-    monkeypatch.setattr(erasing, "TRIM_BATCHES", 2)
-
-    async def story() -> None:
-        url = etcd_server.url(etcd_prefix)
-        async with opened(url) as log:
-            neighbour = Pen(await log.lead(f"{JOB}2", "a", 600.0))
-            await neighbour.write()
-            pen = Pen(await log.lead(JOB, "a", 600.0))
-            for _ in range(5):
-                await pen.write()
-            await pen.lead.snapshot(Snapshot(3, "", b"state"))
-            with pytest.raises(LogUnavailable, match="is led by a"):
-                await erasing.erase(url, JOB)
-            assert await seqs(log.read(JOB)) == [1, 2, 3, 4, 5]
-            await pen.lead.resign()
-            for _ in range(2):
-                await erasing.erase(url, JOB)
-            assert (await log.jobs(), await log.head(JOB)) == ([f"{JOB}2"], 0)
-            assert not (await log.etcd.call("Range", log.etcd.under(log.keys(JOB).base))).kvs
-            assert await seqs(log.read(f"{JOB}2")) == [1]
-            await Pen(await log.lead(JOB, "b", 600.0)).write()
 
     run(story())
 

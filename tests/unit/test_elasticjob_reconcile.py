@@ -450,7 +450,7 @@ def test_what_an_etcd_has_of_a_deleted_job_goes_too(etcd: str, notes: Json, eras
 
 
 def test_a_job_with_a_log_in_etcd_is_marked() -> None:
-    """Once its Secret and Service are its own, before its masters are made; once; not where it only waits, and without an etcd."""
+    """Once its Secret and Service are its own, before its masters are made; not where it only waits, and without an etcd."""
     etcd = SETTINGS._replace(etcd="etcd://e:2379")
     *others, mark, last = outcome(Observed(kept()), etcd).writes
     assert all(isinstance(one, Make) for one in others)

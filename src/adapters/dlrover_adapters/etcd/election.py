@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import structlog
 
+from dlrover_adapters.etcd import deleting
 from dlrover_adapters.etcd.client import Closed, Compacted, Denied, Etcd, LeaseGone
 from dlrover_adapters.etcd.keys import Head, Keys, Leader
 from dlrover_core.errors import LogError, LogFull, LogUnavailable, NotLeading
@@ -105,12 +106,17 @@ async def _depose(etcd: Etcd, keys: Keys, created: int) -> None:
 
 
 async def _try(etcd: Etcd, keys: Keys, holder: str, ttl_s: float) -> Won | _Held:
-    """One campaign: `Won`, or who was faster."""
+    """One campaign: `Won`, or who was faster. What is left of an erased log of the name is deleted before it is won."""
     asked_at = asyncio.get_running_loop().time()
     granted = await etcd.call("LeaseGrant", etcd.rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s)))
     won: Won | _Held | None = None
     try:
-        won = await _claim(etcd, keys, holder, granted, asked_at)
+        claimed = await _claim(etcd, keys, holder, granted, asked_at)
+        if isinstance(claimed, Won) and not claimed.head_revision:
+            ours = [etcd.created(keys.leader, claimed.token)]
+            if not await deleting.batches(etcd, keys, ours):  # it took longer than the lease: the next campaign goes on
+                return await _look(etcd, keys)
+        won = claimed
         return won
     finally:
         if not isinstance(won, Won):

@@ -2,46 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import structlog
 
-from dlrover_adapters.etcd.keys import end_of
-from dlrover_adapters.etcd.log import TRIM_BATCHES, EtcdLog
+from dlrover_adapters.etcd import deleting
+from dlrover_adapters.etcd.keys import Keys, end_of
+from dlrover_adapters.etcd.log import EtcdLog
+from dlrover_adapters.etcd.looking import look
 from dlrover_core.errors import LogError, LogUnavailable
 from dlrover_core.job.job import JobCreated
 from dlrover_core.job.state import CODEC
 
 
-async def erase(url: str, job: str, run: str) -> None:
+async def erase(url: str, job: str, run: str, begun: Callable[[], None] = lambda: None) -> None:
     """Delete every key of a job whose log began with ``run``; a log that began with another one is another's, and stays.
 
-    What is not there is no error; one that was interrupted is finished by the next.
+    What is not there is no error; one that was interrupted is finished by the next. ``begun`` is called before anything of a log
+    is deleted.
+
     Raises `LogUnavailable` while a master leads the job, or nobody answers; `SpecError` for a URL that cannot be right.
     """
     log = await EtcdLog.open_url(url, CODEC)
     try:
         etcd, keys = log.etcd, log.keys(job)
-        start, end = keys.log, end_of(keys.log)
-        (first,) = (await etcd.call("Range", etcd.range(start, end=end, limit=1))).kvs or (None,)
-        if first is not None and (found := _run_of(first.value)) != run:
-            structlog.get_logger("dlrover.etcd").warning("the log is another run's and stays", job=job, run=found)
+        if not await _behead(log, keys, run, begun):
             return
-        while True:  # oldest first, and not all at once: etcd applies a transaction whole, and everybody waits for it
-            page = await etcd.call("Range", etcd.range(start, end=end, limit=TRIM_BATCHES, keys_only=True))
-            more = bool(page.kvs and page.more)
-            gone = (
-                [etcd.delete_op(start, page.kvs[-1].key.decode() + "\0")]
-                if more
-                else [etcd.delete_op(keys.base, end_of(keys.base)), etcd.delete_op(keys.name)]
-            )
-            done = await etcd.call("Txn", etcd.txn([etcd.created(keys.leader, 0)], gone))
-            if not done.succeeded:
-                leader = await log.leader(job)
-                who = (leader.address or leader.holder) if leader is not None else "a master"
-                raise LogUnavailable(f"job {job!r} in {etcd.address.shown} is led by {who}")
-            if not more:
-                return
+        # A job that has begun since has a leader, or a head.
+        free = [etcd.created(keys.leader, 0), etcd.created(keys.head, 0)]
+        rest = [etcd.delete_op(keys.base, end_of(keys.base)), etcd.delete_op(keys.name)]
+        if not await deleting.batches(etcd, keys, free):
+            raise await _led(log, job)
+        if not (await etcd.call("Txn", etcd.txn(free, rest))).succeeded:
+            raise await _led(log, job)
     finally:
         await log.close()
+
+
+async def _behead(log: EtcdLog, keys: Keys, run: str, begun: Callable[[], None]) -> bool:
+    """Delete the head, so that what else there is is no log any more; is there none now? Raises as `erase` does."""
+    etcd = log.etcd
+    first = etcd.range(keys.log, end=end_of(keys.log), limit=1)
+    _, (heads, batches) = await look(etcd, (etcd.range(keys.head), first))
+    found = _run_of(batches[0].value) if heads and batches else ""
+    if heads and found != run:
+        structlog.get_logger("dlrover.etcd").warning("the log is another run's and stays", job=keys.job, run=found)
+        return False
+    if heads or batches:
+        begun()
+    if heads:
+        same = [etcd.created(keys.leader, 0), etcd.modified(keys.head, heads[0].mod_revision)]
+        gone = [etcd.delete_op(keys.head), etcd.delete_op(keys.snap, end_of(keys.snap))]
+        if not (await etcd.call("Txn", etcd.txn(same, gone))).succeeded:
+            raise await _led(log, keys.job)
+    return True
+
+
+async def _led(log: EtcdLog, job: str) -> LogUnavailable:
+    leader = await log.leader(job)
+    who = (leader.address or leader.holder) if leader is not None else "a master"
+    return LogUnavailable(f"job {job!r} in {log.etcd.address.shown} is led by {who}")
 
 
 def _run_of(payload: bytes) -> str:

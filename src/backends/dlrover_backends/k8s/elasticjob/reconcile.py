@@ -183,7 +183,7 @@ def _keeping(seen: Observed, job: translate.Job, plan: masters.MasterPlan) -> Ou
 
 
 def _marked(thing: Json, plan: masters.MasterPlan) -> Iterator[Write]:
-    """What is written once the object has a Secret of its own, and before masters can write: the log of the name will be its own."""
+    """What is written once the object has a Secret of its own, and before its masters can write a log."""
     notes, uid = thing["metadata"].get("annotations") or {}, thing["metadata"]["uid"]
     if plan.etcd and notes.get(NOTE_LOGS) != uid:
         yield Patch(path_of(thing), {"metadata": {"annotations": {NOTE_LOGS: uid}}})

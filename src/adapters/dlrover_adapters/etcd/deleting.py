@@ -1,0 +1,33 @@
+"""Deleting what is left of a log that was erased. Its head goes first, and batches without a head are no log any more.
+
+So an erase that ends half way leaves nothing that could be taken for a log: readers say that it was erased, and the next leader
+deletes the rest before it writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlrover_adapters.etcd.client import Etcd
+from dlrover_adapters.etcd.keys import Keys, end_of
+
+# Batches deleted by one transaction: etcd applies it whole, and everybody waits for it.
+AT_ONCE = 2_000
+
+
+async def batches(etcd: Etcd, keys: Keys, conditions: list[Any]) -> bool:
+    """Delete all batches of a job, while all conditions hold; did they hold to the end?
+
+    Oldest first: etcd finds the newest of a range only by reading all of it. Raises as `Etcd.call` does.
+    """
+    end = end_of(keys.log)
+    while True:
+        page = await etcd.call("Range", etcd.range(keys.log, end=end, limit=AT_ONCE, keys_only=True))
+        if not page.kvs:
+            return True
+        gone = etcd.delete_op(keys.log, page.kvs[-1].key.decode() + "\0")
+        done = await etcd.call("Txn", etcd.txn(conditions, [gone]))
+        if not done.succeeded:
+            return False
+        if not page.more:
+            return True
