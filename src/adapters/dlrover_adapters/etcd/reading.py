@@ -272,8 +272,8 @@ class _Pass:
             self._revision = revision
             if kvs and not heads:
                 raise LogUnavailable(
-                    f"job {self.job!r}: its log was erased, and a part of it is still there; whoever erases it tries on, and a new "
-                    "job of the name begins without it"
+                    f"job {self.job!r}: its log was erased, and a part of it is still there; whoever erases it tries on, and "
+                    "a new job of the name begins without it"
                 )
             head = Head.unpacked(heads[0].value) if heads else Head()
             if after != self._given and head.seq < after:
