@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dlrover_backends.k8s import jobs
     from dlrover_backends.k8s.reach import Reach
 
+WHO = "dlrover attach"
 LOOK_S = 2.0
 """How often the job is asked for its end, and its masters for the live line."""
 
@@ -48,10 +49,12 @@ class _Showing:
 
     def __init__(self, reach: Reach, found: jobs.Found) -> None:
         self._reach, self._found = reach, found
-        self._stop, self._over = asyncio.Event(), asyncio.Event()
+        self._over = asyncio.Event()
+        self._running: asyncio.Task[Any] | None = None
 
     async def run(self) -> jobs.Found:
         """Until the job is over; as it is then. Raises `jobs.Missing`, `SpecError`, `ApiError`."""
+        self._running = asyncio.current_task()
         outputs = asyncio.ensure_future(self._outputs())
         tasks: list[asyncio.Future[Any]] = [outputs]
         if sys.stderr.isatty():
@@ -65,22 +68,25 @@ class _Showing:
             self._over.set()
 
     async def end(self) -> None:
-        """End it."""
-        self._stop.set()
-        await self._over.wait()
+        """End it now: an API server that does not answer is not waited for."""
+        if self._running is not None:
+            self._running.cancel()
+            await self._over.wait()
 
     async def _until_over(self, outputs: asyncio.Future[None]) -> jobs.Found:
         from dlrover_backends.k8s import jobs
+        from dlrover_backends.k8s.api import uid_of
         from dlrover_backends.k8s.errors import Busy, Unreachable
 
         found = self._found
-        while not found.over and not self._stop.is_set():
+        while not found.over:
             if outputs.done():
                 outputs.result()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), LOOK_S)
+            await asyncio.sleep(LOOK_S)
             with contextlib.suppress(Unreachable, Busy):
                 found = await jobs.find(self._reach.api, found.namespace, found.name)
+            if uid_of(found.job) != uid_of(self._found.job):
+                raise jobs.Missing(f"another job has the name {found.name} now")
         return found
 
     async def _outputs(self) -> None:
@@ -97,7 +103,7 @@ class _Showing:
             sys.stdout.flush()
 
         selector = names.selector(self._found.name, run)
-        await Outputs(self._reach.api, pods, selector, is_ours, write, earlier=False).run()
+        await Outputs(self._reach.api, pods, selector, is_ours, write, earlier=False, who=WHO).run()
 
     async def _line(self) -> None:
         """The live line, while masters answer."""
@@ -120,4 +126,4 @@ class _Showing:
 
 
 def _say(words: str) -> None:
-    print(f"dlrover attach: {words}", file=sys.stderr, flush=True)
+    print(f"{WHO}: {words}", file=sys.stderr, flush=True)

@@ -44,6 +44,7 @@ class Outputs:
     is_ours:  whether a pod is of this run
     write:    takes each line, with its end
     earlier:  is what pods that are there at first have printed already shown, too?
+    who:      the command that speaks, where the output itself cannot be shown
     """
 
     def __init__(
@@ -55,9 +56,11 @@ class Outputs:
         write: Callable[[bytes], None],
         *,
         earlier: bool = True,
+        who: str = "dlrover-run",
     ) -> None:
         self._api, self._pods, self._selector = api, pods, selector
         self._is_ours, self._write, self._earlier = is_ours, write, earlier
+        self._who = who
         self._following: dict[str, asyncio.Task[None]] = {}
         self._over: set[str] = set()
         self._said: set[str] = set()
@@ -117,7 +120,7 @@ class Outputs:
     def _say(self, words: str) -> None:
         if words not in self._said:
             self._said.add(words)
-            self._write(f"dlrover-run: {words}\n".encode())
+            self._write(f"{self._who}: {words}\n".encode())
 
 
 def _prints(pod: Json) -> bool:
