@@ -29,7 +29,7 @@ PYTHONS = ("3.10", "3.12", "3.13", "3.14")
 """Those that the classifiers name, but for the one that `make test` runs, and the next one."""
 RAYS = ("2.58", "2.59")
 """Those that the extra `ray` allows, but for the newest, which `make test` runs."""
-RAY_TESTS = ("backend", "job", "detached")
+RAY_TESTS = ("backend", "job", "detached", "token", "head")
 EXTRAS = "http,etcd,archive,diagnosis"
 SIDE_BY_SIDE = ("-n", "3", "--dist", "loadgroup")
 NO_TESTS = 5

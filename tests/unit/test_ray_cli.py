@@ -15,6 +15,9 @@ import pytest
 from dlrover_adapters.cli import backend_flags, ray_flags, ray_reach
 from dlrover_adapters.cli import main as dlrover
 from dlrover_adapters.cli import options as cli_options
+from dlrover_adapters.http import client as http_client
+from dlrover_adapters.http.client import Unanswered
+from dlrover_adapters.http.tls import Untrusted
 from dlrover_backends.ray import client, mastery, settings
 from dlrover_backends.ray.client import RayBackend
 from dlrover_backends.ray.settings import Settings
@@ -280,6 +283,53 @@ def test_masters_that_do_not_answer_are_waited_for(
     assert (
         f"job a: {how}, and all that was made for it is removed" in said.out if how else "dlrover ray rm a" in said.err
     )
+
+
+@pytest.mark.parametrize(
+    ("lost", "line", "slept_s"),
+    [
+        (Unanswered("no answer"), (), 0.0),
+        (Untrusted("a stranger's certificate"), (), 0.0),
+        (ConnectionLost("nobody answers"), ("--timeout", "3"), 3.0),
+        (ConnectionLost("nobody answers"), (), ray_reach.MASTERS_S),
+    ],
+    ids=["it may have been done", "not trusted", "as long as was said", "as long as masters may take"],
+)
+def test_how_long_masters_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    lost: ConnectionLost,
+    line: tuple[str, ...],
+    slept_s: float,
+) -> None:
+    """At most as long as ``--timeout`` says, and not at all where waiting is of no use, or the job may have been stopped."""
+    slept: list[float] = []
+    record = mastery.Record("a", "1", "t", addresses={0: "h:1"})
+
+    def through(*_: object) -> int:
+        raise lost
+
+    cluster_of(monkeypatch)
+    found = SimpleNamespace(record=record, keepers=(1,))
+    vars(sys.modules["dlrover_backends.ray.masters"]).update(find=lambda _: found)
+    monkeypatch.setattr(ray_reach, "connect", lambda *_: None)
+    monkeypatch.setattr(ray_reach, "_through", through)
+    monkeypatch.setattr(ray_reach, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
+    assert dlrover.main(["stop", "ray:a", *line]) != 0
+    assert str(lost) in capsys.readouterr().err
+    assert slept_s <= sum(slept) <= (slept_s + ray_reach.LOOK_S if slept_s else 0)
+
+
+def test_a_certificate_that_is_not_trusted_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no master that does not answer: no other one is waited for."""
+    import asyncio
+
+    async def asked(*_: object, **__: object) -> None:
+        raise Untrusted("a stranger's certificate")
+
+    monkeypatch.setattr(http_client, "fetch_status", asked)
+    with pytest.raises(Untrusted, match="a stranger's certificate"):
+        asyncio.run(ray_reach._answering(mastery.Record("a", "1", "t", addresses={0: "h:1"}), ""))
 
 
 def test_a_name_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

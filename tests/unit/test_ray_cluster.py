@@ -150,3 +150,15 @@ def test_a_deposed_master_places_nothing(ray: Ray, monkeypatch: pytest.MonkeyPat
     with pytest.raises(StaleToken):
         run.create(ORDER, token=7)
     assert (ray.actors, ray.groups) == ([], [])
+
+
+@pytest.mark.parametrize("part", ["GcsClient", "IMPLICIT_RESOURCE_PREFIX", "read_ray_address"])
+def test_a_part_that_this_ray_lacks(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever joins a cluster is told the name of what is missing, before anything is started."""
+    from ray import _raylet
+    from ray._private import utils
+
+    assert private.missing() == ""
+    monkeypatch.delattr(utils if part == "read_ray_address" else _raylet, part)
+    with pytest.raises(RuntimeError, match=rf"has no ray\._\w+(\.utils)?\.{part}$"):
+        Cluster(RUN).connect("")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import socket
@@ -17,63 +16,19 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from ray_store import Store as Keys
+from ray_store import JOB, Tables, tables
 
 from dlrover_backends.ray import fencing, masters, masters_keeper, mastery, private
 from dlrover_backends.ray.desk import Desk
 from dlrover_backends.ray.masters import InUse, NotKept, StillKept
 from dlrover_backends.ray.masters_keeper import GIVEN_UP, MastersKeeper, Released
-from dlrover_backends.ray.mastery import SPACE, Plan
-from dlrover_backends.ray.records import Actor
-
-JOB = "digits"
-
-
-class Store(Keys):
-    """The cluster's key-value store, and its table of actors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.actors: list[Actor] = []
-        self.driver, self.ended = "d1", set[str]()
-
-    def begin(self, prefix: str) -> list[str]:
-        """As `private.keys`."""
-        return [one for one in self if one.startswith(prefix)]
-
-    def remove(self, prefix: str) -> None:
-        """As `private.remove`."""
-        for one in self.begin(prefix):
-            del self[one]
-
-    def age(self, by_s: float) -> None:
-        """All claims are older."""
-        for one in self.begin(mastery.key(JOB, mastery.CLAIM)):
-            told = json.loads(self[one])
-            self[one] = json.dumps({**told, "since": told["since"] - by_s}).encode()
-
-    def keeper(self, run: str, number: int = 0, state: str = "ALIVE") -> None:
-        """A run has a keeper."""
-        name = mastery.called(JOB, run, number)
-        self.actors.append(Actor(f"id-{name}", name, SPACE, state))
+from dlrover_backends.ray.mastery import Plan
 
 
 @pytest.fixture(name="store")
-def made_store(monkeypatch: pytest.MonkeyPatch) -> Store:
+def made_store(monkeypatch: pytest.MonkeyPatch) -> Tables:
     """An empty cluster."""
-    store = Store()
-    for name, answers in (
-        ("get", store.get),
-        ("put", store.put),
-        ("keys", store.begin),
-        ("remove", store.remove),
-        ("own_driver", lambda: store.driver),
-        ("has_ended", lambda driver: driver in store.ended),
-        ("actors", lambda prefix: [one for one in store.actors if one.namespace.startswith(prefix)]),
-    ):
-        monkeypatch.setattr(private, name, answers)
-    monkeypatch.setattr(masters, "_ask", lambda _: None)
-    return store
+    return tables(monkeypatch)
 
 
 def holder() -> str:
@@ -82,7 +37,7 @@ def holder() -> str:
     return "" if found is None else found.record.run
 
 
-def test_a_run_may_claim_its_name_twice(store: Store) -> None:
+def test_a_run_may_claim_its_name_twice(store: Tables) -> None:
     """A launcher that is started again, and an order that is given again, change the address and keep the name."""
     masters.claim(JOB, "r1", "t", "a:1")
     store[mastery.key(JOB, mastery.end("r1"))] = b'{"status": 1}'
@@ -93,7 +48,7 @@ def test_a_run_may_claim_its_name_twice(store: Store) -> None:
     assert masters.jobs() == [JOB]
 
 
-def test_a_name_that_is_led_is_not_taken(store: Store) -> None:
+def test_a_name_that_is_led_is_not_taken(store: Tables) -> None:
     """A claim lives while it is young, while keepers live, and while its driver answers; then, or when it is over, it is free."""
     with socket.create_server(("127.0.0.1", 0)) as driver:
         masters.claim(JOB, "r1", "t", f"127.0.0.1:{driver.getsockname()[1]}")
@@ -115,7 +70,7 @@ def test_a_name_that_is_led_is_not_taken(store: Store) -> None:
     assert len(store) == 1, "what runs before have written is removed"
 
 
-def test_a_claimant_that_died_holds_no_name(store: Store) -> None:
+def test_a_claimant_that_died_holds_no_name(store: Tables) -> None:
     """A claim whose claimant has ended before anybody kept masters is free at once; one whose masters answer is not."""
     masters.claim(JOB, "r1", "t")
     store.ended.add("another")
@@ -134,7 +89,7 @@ def test_a_claimant_that_died_holds_no_name(store: Store) -> None:
     assert (found.record.run, found.record.claimant, found.record.encrypts) == ("r3", "d2", True)
 
 
-def test_a_command_leads(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_leads(store: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masters beside the command that was typed are known by their port: no keeper's masters are there, and they answer."""
     answering = {"a:1"}
     monkeypatch.setattr(masters, "_answers", answering.__contains__)
@@ -155,7 +110,7 @@ def test_a_command_leads(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     assert masters.led_outside(JOB, "r1") == ""
 
 
-def test_two_claim_at_once(store: Store) -> None:
+def test_two_claim_at_once(store: Tables) -> None:
     """Whoever writes second is refused, a new name and one that is taken over alike; also if the first released meanwhile."""
     store.on_put = lambda: masters.claim(JOB, "r2", "t")
     with pytest.raises(InUse, match="just been started"):
@@ -174,7 +129,7 @@ def test_two_claim_at_once(store: Store) -> None:
     assert holder() == "r4"
 
 
-def test_a_claim_that_is_renewed_is_not_taken(store: Store) -> None:
+def test_a_claim_that_is_renewed_is_not_taken(store: Tables) -> None:
     """A launcher comes back while another run takes its old name."""
     masters.claim(JOB, "r1", "t")
     store.age(masters.YOUNG_S + 1)
@@ -184,7 +139,7 @@ def test_a_claim_that_is_renewed_is_not_taken(store: Store) -> None:
     assert holder() == "r1"
 
 
-def test_masters_of_another_run_are_not_kept(store: Store) -> None:
+def test_masters_of_another_run_are_not_kept(store: Tables) -> None:
     """Keepers are made for the run alone that holds the name: after its release none is made."""
     masters.claim(JOB, "r1", "t")
     with pytest.raises(NotKept, match="not claimed by run r2"):
@@ -195,152 +150,7 @@ def test_masters_of_another_run_are_not_kept(store: Store) -> None:
     assert not store
 
 
-class Scheduler:
-    """Ray, as far as it places keepers: on hosts a and b, of which raylets that have just joined know themselves alone."""
-
-    def __init__(self, store: Store, places: list[str]) -> None:
-        self._store, self._places, self.pids = store, places, iter(range(1, 100))
-        self.made: list[tuple[int, str]] = []
-        self.faults: list[str] = []
-
-    def make(self, plan: Plan, number: int, host: str) -> None:
-        """As `masters._make`. The next of ``faults`` is raised before it, or, if it says so, after it."""
-        fault = self.faults.pop(0) if self.faults and len(self.made) >= 2 else ""
-        if fault == "before":
-            raise OSError(fault)
-        self.made.append((number, host))
-        self._place(mastery.called(plan.job, plan.run, number))
-        if fault:
-            raise OSError(fault)
-
-    def kill(self, name: str) -> None:
-        """As `masters._kill`."""
-        self._store.actors = [one for one in self._store.actors if one.name != name]
-
-    def _place(self, name: str) -> None:
-        pid = next(self.pids)
-        self._store.actors.append(Actor(f"id-{pid}", name, SPACE, host_id=self._places.pop(0), pid=pid))
-
-
-def scheduler_of(store: Store, monkeypatch: pytest.MonkeyPatch, places: list[str]) -> Scheduler:
-    """Ray places keepers so, one after the other, and the job's name is claimed."""
-    ray: Any = ModuleType("ray")
-    ray.nodes = lambda: [{"NodeID": one, "Alive": True} for one in ("a", "b")]
-    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "a")
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    scheduler = Scheduler(store, [*places])
-    monkeypatch.setattr(masters, "_make", scheduler.make)
-    monkeypatch.setattr(masters, "_kill", scheduler.kill)
-    monkeypatch.setattr(masters, "LOOK_S", 0.0)
-    masters.claim(JOB, "r1", "t")
-    return scheduler
-
-
-@pytest.mark.parametrize(
-    ("places", "ends"),
-    [(["b", "a"], 0), (["b", "b", "a"], 1), (["a", "a", "b"], 1), (["b", "b", "b", "b", "a"], 3)],
-    ids=["as meant", "both on the second", "both on the first", "again and again"],
-)
-def test_masters_keepers_move_to_their_hosts(
-    store: Store, monkeypatch: pytest.MonkeyPatch, places: list[str], ends: int
-) -> None:
-    """Keepers that Ray has started on one host, because a raylet did not know the other one, end on two."""
-    scheduler = scheduler_of(store, monkeypatch, places)
-    wanted = masters.keep(Plan(JOB, "r1", (), "t", keepers=2))
-    assert scheduler.made == [(0, "b"), (1, "a")], "the driver's host comes last"
-    masters.settle(Plan(JOB, "r1", (), "t", keepers=2), wanted)
-    assert {one.host_id for one in store.actors} == {"a", "b"}
-    assert next(scheduler.pids) == 3 + ends, "a keeper that is where it should be stays"
-
-
-@pytest.mark.parametrize("faults", [["before"] * 3, ["after"]], ids=["it was not done", "it was done"])
-def test_a_keeper_that_is_moved_is_made_again(store: Store, monkeypatch: pytest.MonkeyPatch, faults: list[str]) -> None:
-    """Ray may raise anything, before and after it has done what was asked: the keeper that was ended comes back, once."""
-    scheduler = scheduler_of(store, monkeypatch, ["b", "b", "a"])
-    plan = Plan(JOB, "r1", (), "t", keepers=2)
-    wanted = masters.keep(plan)
-    scheduler.faults = faults
-    masters.settle(plan, wanted)
-    assert not scheduler.faults
-    assert sorted(one.host_id for one in store.actors) == ["a", "b"]
-    assert [one for one, _ in scheduler.made] == [0, 1, 1]
-
-
-def test_a_keeper_that_cannot_be_made_again_is_told(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is told that a keeper lives which was ended and could not be made again, or which Ray does not end."""
-    scheduler = scheduler_of(store, monkeypatch, ["b", "b", "a"])
-    plan = Plan(JOB, "r1", (), "t", keepers=2)
-    wanted = masters.keep(plan)
-    scheduler.faults = ["before"] * 100_000
-    looks = iter(range(1_000))
-    monkeypatch.setattr(masters, "time", SimpleNamespace(monotonic=lambda: float(next(looks)), sleep=lambda _: None))
-    with pytest.raises(NotKept, match=r"digits#r1#1: ended .* and is not kept any more: OSError: before"):
-        masters.settle(plan, wanted)
-    assert [one.host_id for one in store.actors] == ["b"]
-    monkeypatch.setattr(masters, "_kill", lambda _: None)
-    with pytest.raises(NotKept, match=r"digits#r1#0: ended .* Ray has not ended it yet"):
-        masters.settle(plan, {"digits#r1#0": "a"})
-
-
-@pytest.mark.parametrize("states", [["ALIVE"], ["ALIVE", "RESTARTING"], ["ALIVE", "DEAD"]])
-def test_all_keepers_are_waited_for(store: Store, monkeypatch: pytest.MonkeyPatch, states: list[str]) -> None:
-    """A job of two keepers has begun when two work, not one; one that died and came back counts."""
-    masters.claim(JOB, "r1", "t")
-    plan = Plan(JOB, "r1", (), "t", keepers=2)
-    for number, state in enumerate(states):
-        store.keeper("r1", number, state)
-    monkeypatch.setattr(masters, "READY_S", 0.0)
-    with pytest.raises(NotKept, match=r"digits#r1#1 is (not there|RESTARTING)|cannot be kept"):
-        masters.await_ready(plan)
-    store.keeper("r1", 1)
-    store.actors = [one for one in store.actors if one.state != "RESTARTING"]
-    masters.await_ready(plan)
-
-
-def test_a_keeper_takes_nothing_that_nodes_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither memory nor processors: a node that asks for all that a host has fits beside it. It knows its host by id."""
-    asked: list[dict[str, Any]] = []
-    told: list[tuple[object, ...]] = []
-
-    def options(**more: Any) -> Any:
-        asked.append(more)
-        return SimpleNamespace(remote=lambda *words: told.append(words))
-
-    ray: Any = ModuleType("ray")
-    ray.method = lambda **_: lambda method: method
-    ray.remote = lambda **_: lambda _: SimpleNamespace(options=options)
-    strategies: Any = ModuleType("ray.util.scheduling_strategies")
-    strategies.NodeAffinitySchedulingStrategy = lambda *words, **_: words
-    for one in (ray, ModuleType("ray.util"), strategies):
-        monkeypatch.setitem(sys.modules, one.__name__, one)
-    monkeypatch.setattr(private, "implicit", "node:everybody's/{}".format)
-    masters._make(Plan(JOB, "r1", (), "t"), 1, "b")
-    masters._make(Plan(JOB, "r1", (), "t", pinned=mastery.HEAD), 0, "b")
-    wants = [{key: one.get(key) for key in ("num_cpus", "memory", "resources")} for one in asked]
-    assert wants == [
-        {"num_cpus": 0, "memory": None, "resources": {"node:everybody's/dlrover-masters": masters.SLIVER}},
-        {"num_cpus": 0, "memory": None, "resources": {mastery.HEAD: masters.SLIVER}},
-    ]
-    assert [one[1:] for one in told] == [(1, "b"), (0, "")]
-
-
-def test_a_keeper_is_not_moved_to_a_host_that_is_gone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is made later takes the host without another one; a host that has died meanwhile is not waited for."""
-    ray: Any = ModuleType("ray")
-    ray.nodes = lambda: [{"NodeID": "b", "Alive": True}, {"NodeID": "a", "Alive": True}]
-    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "a")
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    scheduler = Scheduler(store, ["b"])
-    monkeypatch.setattr(masters, "_make", scheduler.make)
-    masters.claim(JOB, "r1", "t")
-    store.actors.append(Actor("id-0", mastery.called(JOB, "r1", 0), SPACE, host_id="b", pid=99))
-    wanted = masters.keep(Plan(JOB, "r1", (), "t", keepers=2))
-    assert scheduler.made == [(1, "a")]
-    ray.nodes = lambda: [{"NodeID": "b", "Alive": True}, {"NodeID": "a", "Alive": False}]
-    masters.settle(Plan(JOB, "r1", (), "t", keepers=2), wanted)
-
-
-def test_what_is_removed_with_a_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_removed_with_a_run(store: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own keepers alone, though nobody claims the name for it; the name of a run whose keepers live stays claimed."""
     killed: list[str] = []
 
@@ -370,7 +180,7 @@ def test_what_is_removed_with_a_run(store: Store, monkeypatch: pytest.MonkeyPatc
     assert not store
 
 
-def test_when_a_name_was_claimed(store: Store) -> None:
+def test_when_a_name_was_claimed(store: Tables) -> None:
     """The record says it, in seconds."""
     masters.claim(JOB, "r1", "t")
     found = masters.find(JOB)
@@ -379,7 +189,7 @@ def test_when_a_name_was_claimed(store: Store) -> None:
     assert len(store) == 1
 
 
-def test_a_token_never_goes_back(store: Store) -> None:
+def test_a_token_never_goes_back(store: Tables) -> None:
     """Two masters give their first orders at once: the older one is known to be deposed, whoever writes last."""
     assert fencing.newest("token/", 3) == 3
     store.on_put = lambda: fencing.newest("token/", 12) and None
@@ -437,7 +247,7 @@ def test_a_keeper_that_is_to_leave(beside: bool, monkeypatch: pytest.MonkeyPatch
     ids=["elsewhere", "as meant", "a dead host", "started again"],
 )
 def test_a_keeper_on_the_wrong_host_tells_no_address(
-    store: Store, monkeypatch: pytest.MonkeyPatch, host: str, lives: bool, again: bool, waits: bool
+    store: Tables, monkeypatch: pytest.MonkeyPatch, host: str, lives: bool, again: bool, waits: bool
 ) -> None:
     """It waits to be replaced, so that the other keeper's masters are never told an address that nobody will answer at."""
     ray: Any = ModuleType("ray")
@@ -475,7 +285,7 @@ def test_a_keeper_on_the_wrong_host_tells_no_address(
     assert masters_keeper.OTHERS_S > masters_keeper.SETTLE_S, "the other keeper would start without this one's address"
 
 
-def test_keepers_are_asked_before_they_are_killed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keepers_are_asked_before_they_are_killed(store: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray alarms the job's driver of a task that a kill ends. One that is being restarted is killed alone."""
     done: list[str] = []
 
@@ -508,7 +318,7 @@ def test_masters_that_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None
     assert "TypeError" in keeper._last[-1]
 
 
-def test_a_keeper_of_a_released_run_writes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keeper_of_a_released_run_writes_nothing(store: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process may outlive its actor: it sees a good end as the driver's death, and leaves no key."""
     started: list[str] = []
 
@@ -580,7 +390,7 @@ def test_a_keeper_calls_itself_until_it_is_heard(monkeypatch: pytest.MonkeyPatch
     assert (calls, os.environ) == ([{"max_task_retries": -1}], {"PATH": "/bin"})
 
 
-def test_keepers_come_before_their_release(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keepers_come_before_their_release(store: Tables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Orders about masters are done in turn: what is being kept when the job ends is removed, too."""
     done: list[str] = []
 

@@ -100,24 +100,27 @@ def _ca(args: argparse.Namespace, record: Record) -> str:
 
 
 async def _answering(record: Record, ca: str) -> str:
-    """The address of a master that answers, the leader's if it can be reached. Raises `ConnectionLost`, `SpecError`."""
+    """A master that answers, the leader's if it can be reached. Raises `ConnectionLost`, also `Untrusted`, and `SpecError`."""
     from dlrover_adapters.http.client import fetch_status
-    from dlrover_adapters.http.tls import dialled
+    from dlrover_adapters.http.tls import Untrusted, dialled
 
     encryption = dialled(ca)
     why = "none has said where it listens yet"
-    standing_by = ""
+    standing_by, untrusted = "", None
     for address in record.masters:
         try:
             status = await fetch_status(address, record.token, timeout_s=ANSWER_S, tls=encryption)
         except CoreError as error:
             why = str(error)
+            untrusted = error if isinstance(error, Untrusted) else untrusted
             continue
         if status.get("role", "leader") == "leader":
             return address
         standing_by = standing_by or address
     if standing_by:
         return standing_by
+    if untrusted is not None:
+        raise untrusted
     raise ConnectionLost(
         f"no master of job {record.job!r} answers: {why}; its nodes go on, and the cluster starts another one"
     )
@@ -145,10 +148,11 @@ def _stop(args: argparse.Namespace, record: Record) -> int:
         return _through(args, record)  # the command that was typed leads it, and removes all of it
     if record.over is None:
         args.wait = False
-        how = "stopped" if _asked_to_stop(args, record) else "had ended before"
+        deadline = time.monotonic() + limit_s
+        how = "stopped" if _asked_to_stop(args, record, min(MASTERS_S, limit_s)) else "had ended before"
         if not remove:
             return OK
-        over = masters.await_over(record.job, limit_s)
+        over = masters.await_over(record.job, deadline - time.monotonic())
         if over is None and masters.find(record.job) is not None:
             print(f"{say}: not over within {limit_s:g} s; --timeout waits longer", file=sys.stderr)
             return LATE
@@ -158,19 +162,24 @@ def _stop(args: argparse.Namespace, record: Record) -> int:
     return OK
 
 
-def _asked_to_stop(args: argparse.Namespace, record: Record) -> bool:
+def _asked_to_stop(args: argparse.Namespace, record: Record, bound_s: float) -> bool:
     """Are the job's masters told to stop it? Not where it is over. Raises `ConnectionLost`.
 
-    Those that somebody keeps are waited for: others may be about to lead, or these have just ended, and that is not known yet.
+    Those that somebody keeps are waited for, ``bound_s`` at most: others may be about to lead, or these have just ended, and that
+    is not known yet. Raises `Unanswered` and `Untrusted` at once: the first may have been done, the second does not pass.
     """
+    from dlrover_adapters.http.client import Unanswered
+    from dlrover_adapters.http.tls import Untrusted
     from dlrover_backends.ray import masters
 
-    deadline = time.monotonic() + MASTERS_S
+    deadline = time.monotonic() + bound_s
     while True:
         try:
             _through(args, record)
         except Refused:  # it is over; its masters stay for some seconds, and tell that at their end
             return False
+        except (Unanswered, Untrusted):
+            raise
         except ConnectionLost as error:
             found = masters.find(record.job)
             if found is None or found.record.over is not None:

@@ -1,0 +1,168 @@
+"""Masters' keepers come to the hosts that they should be on: Ray's scheduler is a stand-in here."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from ray_store import JOB, Tables, tables
+
+from dlrover_backends.ray import masters, mastery, private
+from dlrover_backends.ray.masters import NotKept
+from dlrover_backends.ray.mastery import SPACE, Plan
+from dlrover_backends.ray.records import Actor
+
+
+@pytest.fixture(name="store")
+def made_store(monkeypatch: pytest.MonkeyPatch) -> Tables:
+    """An empty cluster."""
+    return tables(monkeypatch)
+
+
+class Scheduler:
+    """Ray, as far as it places keepers: on hosts a and b, of which raylets that have just joined know themselves alone."""
+
+    def __init__(self, store: Tables, places: list[str]) -> None:
+        self._store, self._places, self.pids = store, places, iter(range(1, 100))
+        self.made: list[tuple[int, str]] = []
+        self.faults: list[str] = []
+
+    def make(self, plan: Plan, number: int, host: str) -> None:
+        """As `masters._make`. The next of ``faults`` is raised before it, or, if it says so, after it."""
+        fault = self.faults.pop(0) if self.faults and len(self.made) >= 2 else ""
+        if fault == "before":
+            raise OSError(fault)
+        self.made.append((number, host))
+        self._place(mastery.called(plan.job, plan.run, number))
+        if fault:
+            raise OSError(fault)
+
+    def kill(self, name: str) -> None:
+        """As `masters._kill`."""
+        self._store.actors = [one for one in self._store.actors if one.name != name]
+
+    def _place(self, name: str) -> None:
+        pid = next(self.pids)
+        self._store.actors.append(Actor(f"id-{pid}", name, SPACE, host_id=self._places.pop(0), pid=pid))
+
+
+def scheduler_of(store: Tables, monkeypatch: pytest.MonkeyPatch, places: list[str]) -> Scheduler:
+    """Ray places keepers so, one after the other, and the job's name is claimed."""
+    ray: Any = ModuleType("ray")
+    ray.nodes = lambda: [{"NodeID": one, "Alive": True} for one in ("a", "b")]
+    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "a")
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    scheduler = Scheduler(store, [*places])
+    monkeypatch.setattr(masters, "_make", scheduler.make)
+    monkeypatch.setattr(masters, "_kill", scheduler.kill)
+    monkeypatch.setattr(masters, "LOOK_S", 0.0)
+    masters.claim(JOB, "r1", "t")
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("places", "ends"),
+    [(["b", "a"], 0), (["b", "b", "a"], 1), (["a", "a", "b"], 1), (["b", "b", "b", "b", "a"], 3)],
+    ids=["as meant", "both on the second", "both on the first", "again and again"],
+)
+def test_masters_keepers_move_to_their_hosts(
+    store: Tables, monkeypatch: pytest.MonkeyPatch, places: list[str], ends: int
+) -> None:
+    """Keepers that Ray has started on one host, because a raylet did not know the other one, end on two."""
+    scheduler = scheduler_of(store, monkeypatch, places)
+    wanted = masters.keep(Plan(JOB, "r1", (), "t", keepers=2))
+    assert scheduler.made == [(0, "b"), (1, "a")], "the driver's host comes last"
+    masters.settle(Plan(JOB, "r1", (), "t", keepers=2), wanted)
+    assert {one.host_id for one in store.actors} == {"a", "b"}
+    assert next(scheduler.pids) == 3 + ends, "a keeper that is where it should be stays"
+
+
+@pytest.mark.parametrize("faults", [["before"] * 3, ["after"]], ids=["it was not done", "it was done"])
+def test_a_keeper_that_is_moved_is_made_again(
+    store: Tables, monkeypatch: pytest.MonkeyPatch, faults: list[str]
+) -> None:
+    """Ray may raise anything, before and after it has done what was asked: the keeper that was ended comes back, once."""
+    scheduler = scheduler_of(store, monkeypatch, ["b", "b", "a"])
+    plan = Plan(JOB, "r1", (), "t", keepers=2)
+    wanted = masters.keep(plan)
+    scheduler.faults = faults
+    masters.settle(plan, wanted)
+    assert not scheduler.faults
+    assert sorted(one.host_id for one in store.actors) == ["a", "b"]
+    assert [one for one, _ in scheduler.made] == [0, 1, 1]
+
+
+def test_a_keeper_that_cannot_be_made_again_is_told(store: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is told that a keeper lives which was ended and could not be made again, or which Ray does not end."""
+    scheduler = scheduler_of(store, monkeypatch, ["b", "b", "a"])
+    plan = Plan(JOB, "r1", (), "t", keepers=2)
+    wanted = masters.keep(plan)
+    scheduler.faults = ["before"] * 100_000
+    looks = iter(range(1_000))
+    monkeypatch.setattr(masters, "time", SimpleNamespace(monotonic=lambda: float(next(looks)), sleep=lambda _: None))
+    with pytest.raises(NotKept, match=r"digits#r1#1: ended .* and is not kept any more: OSError: before"):
+        masters.settle(plan, wanted)
+    assert [one.host_id for one in store.actors] == ["b"]
+    monkeypatch.setattr(masters, "_kill", lambda _: None)
+    with pytest.raises(NotKept, match=r"digits#r1#0: ended .* Ray has not ended it yet"):
+        masters.settle(plan, {"digits#r1#0": "a"})
+
+
+@pytest.mark.parametrize("states", [["ALIVE"], ["ALIVE", "RESTARTING"], ["ALIVE", "DEAD"]])
+def test_all_keepers_are_waited_for(store: Tables, monkeypatch: pytest.MonkeyPatch, states: list[str]) -> None:
+    """A job of two keepers has begun when two work, not one; one that died and came back counts."""
+    masters.claim(JOB, "r1", "t")
+    plan = Plan(JOB, "r1", (), "t", keepers=2)
+    for number, state in enumerate(states):
+        store.keeper("r1", number, state)
+    monkeypatch.setattr(masters, "READY_S", 0.0)
+    with pytest.raises(NotKept, match=r"digits#r1#1 is (not there|RESTARTING)|cannot be kept"):
+        masters.await_ready(plan)
+    store.keeper("r1", 1)
+    store.actors = [one for one in store.actors if one.state != "RESTARTING"]
+    masters.await_ready(plan)
+
+
+def test_a_keeper_takes_nothing_that_nodes_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither memory nor processors: a node that asks for all that a host has fits beside it. It knows its host by id."""
+    asked: list[dict[str, Any]] = []
+    told: list[tuple[object, ...]] = []
+
+    def options(**more: Any) -> Any:
+        asked.append(more)
+        return SimpleNamespace(remote=lambda *words: told.append(words))
+
+    ray: Any = ModuleType("ray")
+    ray.method = lambda **_: lambda method: method
+    ray.remote = lambda **_: lambda _: SimpleNamespace(options=options)
+    strategies: Any = ModuleType("ray.util.scheduling_strategies")
+    strategies.NodeAffinitySchedulingStrategy = lambda *words, **_: words
+    for one in (ray, ModuleType("ray.util"), strategies):
+        monkeypatch.setitem(sys.modules, one.__name__, one)
+    monkeypatch.setattr(private, "implicit", "node:everybody's/{}".format)
+    masters._make(Plan(JOB, "r1", (), "t"), 1, "b")
+    masters._make(Plan(JOB, "r1", (), "t", pinned=mastery.HEAD), 0, "b")
+    wants = [{key: one.get(key) for key in ("num_cpus", "memory", "resources")} for one in asked]
+    assert wants == [
+        {"num_cpus": 0, "memory": None, "resources": {"node:everybody's/dlrover-masters": masters.SLIVER}},
+        {"num_cpus": 0, "memory": None, "resources": {mastery.HEAD: masters.SLIVER}},
+    ]
+    assert [one[1:] for one in told] == [(1, "b"), (0, "")]
+
+
+def test_a_keeper_is_not_moved_to_a_host_that_is_gone(store: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is made later takes the host without another one; a host that has died meanwhile is not waited for."""
+    ray: Any = ModuleType("ray")
+    ray.nodes = lambda: [{"NodeID": "b", "Alive": True}, {"NodeID": "a", "Alive": True}]
+    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "a")
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    scheduler = Scheduler(store, ["b"])
+    monkeypatch.setattr(masters, "_make", scheduler.make)
+    masters.claim(JOB, "r1", "t")
+    store.actors.append(Actor("id-0", mastery.called(JOB, "r1", 0), SPACE, host_id="b", pid=99))
+    wanted = masters.keep(Plan(JOB, "r1", (), "t", keepers=2))
+    assert scheduler.made == [(1, "a")]
+    ray.nodes = lambda: [{"NodeID": "b", "Alive": True}, {"NodeID": "a", "Alive": False}]
+    masters.settle(Plan(JOB, "r1", (), "t", keepers=2), wanted)
