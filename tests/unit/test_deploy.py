@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ from dlrover_backends.k8s.elasticjob import crd, deploy, translate
 from dlrover_backends.k8s.settings import GANGS
 
 Json = dict[str, Any]
+
+PAGE = Path(__file__).parents[2] / "docs" / "kubernetes.md"
+REMOVED = {
+    kind
+    for words in re.findall(
+        r"delete (\S+) -l app.kubernetes.io/name=dlrover-operator", PAGE.read_text(encoding="utf-8")
+    )
+    for kind in words.split(",")
+}
 
 JOBS: list[Json] = list(yaml.safe_load_all((Path(__file__).parent / "elasticjobs.yaml").read_text(encoding="utf-8")))
 
@@ -68,9 +78,13 @@ def test_the_schema_takes_all_that_dlrover_has() -> None:
     assert all(f"spec.{one} does nothing here: " in told for one in ("dynamicSharding", "elasticScheduling"))
 
 
-def test_dlrovers_own_definition_can_stay() -> None:
-    """The overlay for clusters with DLRover's operator leaves out the definition of that name alone, and takes annotated jobs."""
-    (made,) = deploy.files()["overlays/beside-dlrover/kustomization.yaml"]
+@pytest.mark.parametrize(
+    ("overlay", "rest"), [("beside-dlrover", "../../base"), ("beside-dlrover-cluster-wide", "../cluster-wide")]
+)
+def test_dlrovers_own_definition_can_stay(overlay: str, rest: str) -> None:
+    """The overlays for clusters with DLRover's operator leave out the definition of that name alone, and take annotated jobs."""
+    (made,) = deploy.files()[f"overlays/{overlay}/kustomization.yaml"]
+    assert made["resources"] == [rest]
     argument, left_out = (one["patch"] for one in made["patches"])
     assert "--annotated-only" in argument
     definition = crd.definition()
@@ -78,6 +92,15 @@ def test_dlrovers_own_definition_can_stay() -> None:
     assert yaml.safe_load(left_out) == {
         "$patch": "delete", "apiVersion": definition["apiVersion"], "kind": definition["kind"], "metadata": metadata
     }  # fmt: skip
+
+
+def test_what_removes_the_operator_alone_finds_all_of_it() -> None:
+    """The label that the page names is on each object of ours but the namespace and the definitions."""
+    for name, objects in deploy.files().items():
+        for one in objects:
+            if one["kind"] not in {"Kustomization", "Namespace", "CustomResourceDefinition"}:
+                assert one["metadata"]["labels"]["app.kubernetes.io/name"] == deploy.NAME, (name, one["kind"])
+                assert one["kind"].lower() in REMOVED, (name, one["kind"])
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from k8s_virtual import HOUR_S, Queued, tell
 
-from dlrover_backends.k8s import settings
+from dlrover_backends.k8s import queues, settings
 from dlrover_backends.k8s.api import Api
 from dlrover_backends.k8s.queues import EVICT_S, Queue
-from dlrover_core import BackendContext, CoreError
+from dlrover_core import BackendContext, LaunchRefused
 from dlrover_core.job import job, operations
+from dlrover_core.testing.backend_stand import make_launch
 
 
 def blameless(on: Queued) -> None:
@@ -262,23 +263,33 @@ def test_a_node_that_dies_keeps_its_quota() -> None:
     tell(story, quota=4)
 
 
-def test_a_watch_that_ends_is_no_silence() -> None:
-    """What ends the loop that follows the Workloads is raised where the backend observes: nobody waits in vain."""
+def test_whatever_ends_the_watch_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are refused in its words. Pods are observed meanwhile: the loop beside them ends with no error."""
+    monkeypatch.setattr(queues, "RETRY_S", (0.0,))
 
-    class Unconnected:
+    class Odd:
         namespace, living = "ml", None
+        asked, again = 0, asyncio.Event()
 
         @property
         def api(self) -> Api:
-            raise CoreError("there is no connection")
+            self.asked += 1
+            if self.asked == 3:
+                self.again.set()
+            raise KeyError("metadata")
 
     async def ask(method: str, path: str, body: object = None) -> Any:
         raise AssertionError(f"{method} {path}")
 
     async def story() -> None:
-        here = BackendContext("queued", "run-1", ("m:1",), "t", args="image=i,queue=research")
-        queue = Queue(here, settings.read(here), ask, cluster=Unconnected())
-        with pytest.raises(CoreError, match="no connection"):
-            await anext(queue.run())
+        here, cluster = BackendContext("queued", "run-1", ("m:1",), "t", args="image=i,queue=research"), Odd()
+        queue = Queue(here, settings.read(here), ask, cluster=cluster)
+        running = asyncio.ensure_future(anext(queue.run()))
+        await cluster.again.wait()
+        with pytest.raises(LaunchRefused, match="its Workloads cannot be watched: KeyError: 'metadata'"):
+            queue.admit(make_launch(), {})
+        assert not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(story(), 20))

@@ -156,14 +156,11 @@ class Queue:
     # ---- the loop
 
     async def run(self) -> AsyncGenerator[Union[Admission, Again]]:
-        """What is news for the masters, until cancelled. It goes on once they have heard it. Raises what ended its watch."""
+        """What is news for the masters, until cancelled. It goes on once they have heard it."""
         following, said, failures = asyncio.ensure_future(self._follow()), "", 0
-        following.add_done_callback(lambda _: self._news.set())
         try:
             while True:
                 self._news.clear()
-                if following.done():
-                    following.result()
                 wait_s, living, job = LOOK_S, self._cluster.living, self._job
                 if job is not None and self._objects is not None and living is not None:
                     before, seen = self._seen, self._look(job)
@@ -219,6 +216,8 @@ class Queue:
                 self._wrong = missing_right(error)
             except ApiError as error:
                 self._wrong = f"its Workloads cannot be watched: {error}"
+            except Exception as error:  # noqa: BLE001  # pods are observed all the same, and launches wait in these words
+                self._wrong = f"its Workloads cannot be watched: {type(error).__name__}: {error}"
             log.warning("the queue cannot be followed", error=self._wrong)
             await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
             failures += 1

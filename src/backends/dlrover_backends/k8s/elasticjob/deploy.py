@@ -47,7 +47,8 @@ def files() -> dict[str, list[Json]]:
         "base/kustomization.yaml": [_kustomization()],
         "overlays/cluster-wide/rights.yaml": [role("ClusterRole"), _binding("ClusterRole")],
         "overlays/cluster-wide/kustomization.yaml": [_cluster_wide()],
-        "overlays/beside-dlrover/kustomization.yaml": [_beside_dlrover()],
+        "overlays/beside-dlrover/kustomization.yaml": [_beside_dlrover("../../base")],
+        "overlays/beside-dlrover-cluster-wide/kustomization.yaml": [_beside_dlrover("../cluster-wide")],
         "overlays/kueue/rights.yaml": _kueue_rights(),
         "overlays/kueue/kustomization.yaml": [_kueue()],
         "overlays/node-reader/rights.yaml": _for_masters("hosts", HOST_RULES),
@@ -206,8 +207,8 @@ def _node_reader() -> Json:
     return {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": ["rights.yaml"]}
 
 
-def _beside_dlrover() -> Json:
-    """Where DLRover's own operator is installed: its definition stays, and only annotated jobs are taken."""
+def _beside_dlrover(rest: str) -> Json:
+    """Where DLRover has its own operator: its definition stays, and only annotated jobs are taken. ``rest``: all the rest."""
     kept = f"{PLURAL}.{GROUP}"
     definition = {
         "apiVersion": "apiextensions.k8s.io/v1",
@@ -217,7 +218,7 @@ def _beside_dlrover() -> Json:
     return {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
-        "resources": ["../../base"],
+        "resources": [rest],
         "patches": [
             {"target": {"kind": "Deployment", "name": NAME}, "patch": _argument("--annotated-only")},
             {"patch": f"$patch: delete\n{yaml_text.written([definition]).removeprefix('---' + chr(10))}"},
