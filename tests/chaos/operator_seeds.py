@@ -20,7 +20,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -123,7 +123,7 @@ class Stand:
         self.api = Transport(config)
         self._own: Transport | None = None
         self.running: asyncio.Future[None] | None = None
-        self.forget: Callable[[str, str], Awaitable[None]] | None = None
+        self.forget: operator.Forget | None = None
         self.made: Counter[tuple[str, str]] = Counter()
         server.api.listen(self._heard)
 

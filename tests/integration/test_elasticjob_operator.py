@@ -13,7 +13,7 @@ import pytest
 from tests.chaos.operator_seeds import BASE, NAME, Stand, job, standing, trial
 
 from dlrover_backends.k8s import names
-from dlrover_backends.k8s.elasticjob import deploy, leader, reconcile, translate
+from dlrover_backends.k8s.elasticjob import deploy, leader, operator, reconcile, translate
 from dlrover_backends.k8s.elasticjob.leader import Leader
 from dlrover_backends.k8s.errors import Conflict
 from dlrover_core.errors import LogUnavailable
@@ -69,10 +69,12 @@ async def test_a_job_from_its_object_to_its_end(stand: Stand) -> None:
 
 @in_a_stand
 async def test_an_etcd_that_does_not_answer_keeps_the_object(stand: Stand) -> None:
-    """A deleted job stays until its log is removed, and says why, and how to leave the log there."""
-    answers, forgotten = asyncio.Event(), list[tuple[str, str, str]]()
+    """A deleted job stays until its log is removed, and says why, and how to leave the log there, while all of it is there."""
+    answers, half, forgotten = asyncio.Event(), asyncio.Event(), list[tuple[str, str, str]]()
 
-    async def forget(namespace: str, name: str, run: str) -> None:
+    async def forget(namespace: str, name: str, run: str, begun: Callable[[], None]) -> None:
+        if half.is_set():
+            begun()
         if not answers.is_set():
             raise LogUnavailable("no member answers")
         forgotten.append((namespace, name, run))
@@ -86,9 +88,42 @@ async def test_an_etcd_that_does_not_answer_keeps_the_object(stand: Stand) -> No
     said = stand.condition("Reconciled")[1]
     assert "no member answers" in said
     assert f"annotate elasticjobs.{translate.GROUP} {NAME} {reconcile.NOTE_KEEP_LOG}=true" in said
+    half.set()
+    await stand.until(lambda: "a part of it has gone" in stand.condition("Reconciled")[1], "it is told")
+    assert reconcile.NOTE_KEEP_LOG not in stand.condition("Reconciled")[1]
     answers.set()
     await stand.until(lambda: stand.job() is None and not stand.left(), "all gone")
     assert forgotten == [("train", NAME, made["metadata"]["uid"])]
+
+
+@in_a_stand
+async def test_jobs_are_kept_while_an_etcd_does_not_answer(stand: Stand) -> None:
+    """Erasing takes nobody's turn; and a log that is to stay after all, while others are erased, stays."""
+    asked, answers = list[str](), asyncio.Event()
+
+    async def forget(_: str, name: str, *_more: object) -> None:
+        asked.append(name)
+        await answers.wait()
+
+    stand.forget, stand.settings = forget, stand.settings._replace(etcd="etcd://e:2379")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator, "AT_ONCE", 1)
+        patch.setattr(operator, "ERASES_AT_ONCE", 1)
+        await stand.begin()
+    for name in ("first", "second"):
+        await applied(stand, job(name))
+        await stand.until(lambda name=name: stand.status(name).get("phase") == "Running", "it runs")  # type: ignore[misc]
+        await stand.api.ask("DELETE", f"{BASE}/{name}")
+        await stand.until(lambda: asked == ["first"] and not stand.left(), "its log alone is left")
+    await applied(stand, job())
+    await stand.until(lambda: stand.status().get("phase") == "Running", "another one runs")
+    keeps = {"metadata": {"annotations": {reconcile.NOTE_KEEP_LOG: "true"}}}
+    await stand.api.ask("PATCH", f"{BASE}/second", body=keeps)
+    await applied(stand, job("last"))
+    await stand.until(lambda: stand.status("last").get("phase") == "Running", "the operator has heard of it")
+    answers.set()
+    await stand.until(lambda: stand.job("first") is None and stand.job("second") is None, "both gone")
+    assert asked == ["first"]
 
 
 async def columns(stand: Stand) -> list[Any]:

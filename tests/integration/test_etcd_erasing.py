@@ -115,6 +115,33 @@ def test_what_is_left_of_half_an_erase_is_no_log(
     run(story())
 
 
+def test_a_job_that_begins_meanwhile_is_not_erased(
+    etcd_server: Cluster, etcd_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even one that is over before the erase goes on: it has a head."""
+
+    async def story() -> None:
+        url = etcd_server.url(etcd_prefix)
+        log = await EtcdLog.open_url(url, CODEC)
+        try:
+            await (await written(log)).resign()
+            with monkeypatch.context() as patch:
+
+                async def late(*what: Any) -> bool:
+                    patch.undo()
+                    await (await written(log, run="u-2", batches=2)).resign()
+                    return await deleting.batches(*what)
+
+                patch.setattr(deleting, "batches", late)
+                with pytest.raises(LogUnavailable, match="has been led meanwhile"):
+                    await erasing.erase(url, JOB, RUN)
+            assert await read(log) == [1, 2]
+        finally:
+            await log.close()
+
+    run(story())
+
+
 async def halfway(etcd: Any, keys: Any, conditions: list[Any]) -> bool:
     """One page, and no answer from then on."""
     page = await etcd.call("Range", etcd.range(keys.log, end=keys.batch(3)))

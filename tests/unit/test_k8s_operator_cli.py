@@ -139,6 +139,6 @@ def test_what_an_etcd_has_of_a_job_is_removed_under_its_namespace(monkeypatch: p
     for url in ("etcd://e1/x?ttl=3", "etcd://e1/a%2F", "etcd://e1/a%20b"):
         forget = k8s_log.forgetting(url)
         assert forget is not None
-        asyncio.run(forget("ml", "digits", "u-1"))
+        asyncio.run(forget("ml", "digits", "u-1", lambda: None))
         theirs = masters.by_namespace(k8s_log.read(url, masters.FILES_PATH).url, "ml")
         assert erased.pop() == (theirs, "digits", "u-1")

@@ -6,7 +6,7 @@ All of it lies in the job's Secret. The files are read where the command is type
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, urlencode
@@ -15,6 +15,7 @@ from dlrover_core.errors import SpecError
 
 if TYPE_CHECKING:
     from dlrover_adapters.etcd.address import Address
+    from dlrover_backends.k8s.elasticjob.operator import Forget
 
 FILES = {"cacert": "etcd-ca.pem", "cert": "etcd-client.pem", "key": "etcd-client-key.pem"}
 """Options of the URL that name files, and the keys of the Secret that these are in."""
@@ -63,8 +64,8 @@ def read(log: str, folder: str, *, password: str | None = None, key: str | None 
     return Told(_url(found, {name: f"{folder}/{FILES[name]}" for name in files}, password), told)
 
 
-def forgetting(log: str) -> Callable[[str, str, str], Awaitable[None]] | None:
-    """Removes what this etcd has of the job of a namespace and name that began with a run; None: there is no etcd, or an archive.
+def forgetting(log: str) -> Forget | None:
+    """Removes what this etcd has of a job that is deleted, as the operator wants it; None: there is no etcd, or an archive.
 
     A job's archive cannot be removed from here, and without its log the next job of the name could not use it.
     """
@@ -76,13 +77,13 @@ def forgetting(log: str) -> Callable[[str, str, str], Awaitable[None]] | None:
     if address.parse(log).archive:
         return None
 
-    async def forget(namespace: str, job: str, run: str) -> None:
+    async def forget(namespace: str, job: str, run: str, begun: Callable[[], None]) -> None:
         from dlrover_adapters.etcd.erasing import erase
 
         found = address.parse(log)  # each time: a password in a file changes
         files = {name: str(getattr(found, name)) for name in FILES if getattr(found, name)}
         # Spelled as masters are told it: a prefix that is quoted differently is another one.
-        await erase(masters.by_namespace(_url(found, files, None), namespace), job, run)
+        await erase(masters.by_namespace(_url(found, files, None), namespace), job, run, begun)
 
     return forget
 

@@ -60,8 +60,8 @@ async def _behead(log: EtcdLog, keys: Keys, run: str, begun: Callable[[], None])
 
 async def _led(log: EtcdLog, job: str) -> LogUnavailable:
     leader = await log.leader(job)
-    who = (leader.address or leader.holder) if leader is not None else "a master"
-    return LogUnavailable(f"job {job!r} in {log.etcd.address.shown} is led by {who}")
+    who = f"is led by {leader.address or leader.holder}" if leader is not None else "has been led meanwhile"
+    return LogUnavailable(f"job {job!r} in {log.etcd.address.shown} {who}")
 
 
 def _run_of(payload: bytes) -> str:

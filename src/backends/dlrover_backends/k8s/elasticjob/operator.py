@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
 import hashlib
 import random
 import secrets
@@ -41,8 +42,11 @@ NAMED_MAX = 200
 TRIES = 3
 """After so many tries an answer that may pass is told as one that does not."""
 AGAIN_S, SYNC_S = 0.3, 0.1
+ERASES_AT_ONCE = 3
 ERASE_S = 60.0
 """So long etcd may take to remove a job's log, before it is asked again."""
+Forget = Callable[[str, str, str, Callable[[], None]], Awaitable[None]]
+"""Removes what an etcd has of a job: namespace, name, the run that its log began with, and what is called before any goes."""
 RIVAL = "dlrover-controller-manager"
 OURS = f"{names.LABEL_BY}={names.BY}"
 
@@ -64,7 +68,7 @@ class Operator:
     settings:  what jobs are given
     namespace: whose jobs; empty: those of all namespaces
     look_s:    how often a job's masters are asked
-    forget:    removes what an etcd has of a job of this namespace and name, if its log began with this run; None: it stays
+    forget:    removes what an etcd has of a job that is deleted; None: it stays
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class Operator:
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         look_s: float = LOOK_S,
-        forget: Callable[[str, str, str], Awaitable[None]] | None = None,
+        forget: Forget | None = None,
     ) -> None:
         self._api, self._tells, self._settings, self._namespace = api, tells, settings, namespace
         self._now, self._wall, self._look_s, self._log_forgets = now, wall, look_s, forget
@@ -92,7 +96,8 @@ class Operator:
         self._unheard: dict[str, str] = {}
         # Whose job a masters' Job is or was, by its uid: it may be gone before its pods are.
         self._owners: dict[str, str] = {}
-        self._free = asyncio.Semaphore(AT_ONCE)
+        self._free, self._erasing = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(ERASES_AT_ONCE)
+        self._half_erased = set[str]()
         self._ends = False
 
     def _cache(self, version: str, kind: str, selector: str, heard: Callable[[Json], None]) -> Cache:
@@ -192,6 +197,7 @@ class Operator:
         if self._job(uid) is None:
             for known in (self._news, self._at, self._refused, self._unheard):
                 known.pop(uid, None)
+            self._half_erased.discard(uid)
             self._owners = {made: one for made, one in self._owners.items() if one != uid}
             self._tells.forget(uid)
 
@@ -365,19 +371,29 @@ class Operator:
             await self._api.ask("DELETE", path, body=body)
 
     async def _erase(self, one: Erase, job: Json) -> None:
-        """Raises `LogStays`."""
+        """Meanwhile other jobs are worked on: an etcd that does not answer is waited for long. Raises `LogStays`."""
         if self._log_forgets is None:
             return
+        self._free.release()
         try:
-            await within(ERASE_S, self._log_forgets(one.namespace, one.job, one.run))
+            async with self._erasing:
+                now = self._job(one.run)
+                if now is not None and reconcile.keeps_log(now):  # somebody said so while this waited
+                    return
+                begun = functools.partial(self._half_erased.add, one.run)
+                await within(ERASE_S, self._log_forgets(one.namespace, one.job, one.run, begun))
         except (CoreError, asyncio.TimeoutError) as error:
             kind = f"{translate.PLURAL}.{job['apiVersion'].partition('/')[0]}"  # both groups may be installed
-            why = (
-                f"what the etcd has of the job is not removed yet: {str(error) or 'it does not answer'}; to leave it there: "
-                f"kubectl -n {one.namespace} annotate {kind} {one.job} {reconcile.NOTE_KEEP_LOG}=true"
-            )
+            why = f"what the etcd has of the job is not removed yet: {str(error) or 'it does not answer'}; "
+            if one.run in self._half_erased:
+                why += "a part of it has gone, and the rest goes when it can"
+            else:
+                note = f"{reconcile.NOTE_KEEP_LOG}=true"
+                why += f"to leave it there: kubectl -n {one.namespace} annotate {kind} {one.job} {note}"
             asked = Request("DELETE", f"/api/v1/namespaces/{one.namespace}/logs/{one.job}")
             raise refused.LogStays(asked, 0, why) from error
+        finally:
+            await self._free.acquire()
 
     async def _mine(self, path: str, job: Json) -> Json | None:
         """The object, if it is the job's: a masters' pod is its Job's."""
