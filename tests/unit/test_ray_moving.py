@@ -7,9 +7,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 from ray_store import JOB, Tables, tables
 
-from dlrover_backends.ray import masters, mastery, private
+from dlrover_backends.ray import desk, masters, mastery, private
 from dlrover_backends.ray.masters import NotKept
 from dlrover_backends.ray.mastery import SPACE, Plan
 from dlrover_backends.ray.records import Actor
@@ -108,6 +109,11 @@ def test_a_keeper_that_cannot_be_made_again_is_told(store: Tables, monkeypatch: 
     monkeypatch.setattr(masters, "_kill", lambda _: None)
     with pytest.raises(NotKept, match=r"digits#r1#0: ended .* Ray has not ended it yet"):
         masters.settle(plan, {"digits#r1#0": "a"})
+    with structlog.testing.capture_logs() as logged:
+        desk._settle(plan.to_map(), {"digits#r1#0": "a"})
+    assert [(one["log_level"], one["event"]) for one in logged] == [
+        ("error", "masters of this job are not kept in the cluster")
+    ]
 
 
 @pytest.mark.parametrize("states", [["ALIVE"], ["ALIVE", "RESTARTING"], ["ALIVE", "DEAD"]])
