@@ -9,7 +9,8 @@ import pytest
 from test_data_duty import LAUNCH, NOBODY, TERMS, Stand
 from test_data_duty import play as play  # noqa: PLC0414 - the fixture is taken over
 
-from dlrover_adapters.data.leases import Wait
+from dlrover_adapters.agent import data_socket
+from dlrover_adapters.data.leases import LeaseLine, Wait
 from dlrover_core.data.ranges import Ranges, Span
 from dlrover_core.errors import SpecError
 from dlrover_core.job.leases import Leases, LeaseTold, ReportRepeated, RestoreLeases, spans_of
@@ -24,6 +25,14 @@ def restored_leases(one: Stand, *spans: tuple[int, int], generation: int) -> Non
     one.duty.ordered(NOBODY.telling(Leases((told,))))
 
 
+async def resuming(one: Stand, line: LeaseLine) -> asyncio.Future[None]:
+    """Rank 0 says where its generation goes on, and waits for the leader's word, which is asked for."""
+    resumed = asyncio.ensure_future(asyncio.to_thread(line.restored, MODEL_TERMS, 1, 7, Ranges([(0, 4)])))
+    await one.until(lambda: one.sent and isinstance(one.sent[-1], RestoreLeases))
+    assert not resumed.done()
+    return resumed
+
+
 def test_nothing_is_handed_out_before_the_ranks_have_resumed(play: Any) -> None:
     """Rank 0 says where; then leases of its generation are handed out, and nothing is kept of others."""
 
@@ -33,9 +42,10 @@ def test_nothing_is_handed_out_before_the_ranks_have_resumed(play: Any) -> None:
         restored_leases(one, generation=0)
         waits = await one.draw(line, within_s=0.01)
         assert "call FlashCheckpoint.restore(); if every rank did, look for what is refused" in waits.why
-        await asyncio.to_thread(line.restored, MODEL_TERMS, 1, 7, Ranges([(0, 4)]))
+        resumed = await resuming(one, line)
         assert one.sent[-1] == RestoreLeases("n-0-1", LAUNCH.generation, "eval", 1, 7, Ranges([(0, 4)]).pack())
         restored_leases(one, (4, 40), generation=LAUNCH.generation)
+        await resumed
         assert await one.draw(line, within_s=0.01) == (4, 8)
         assert await one.draw(line, Span(4, 8), within_s=0.01) == (8, 12)
         await one.until(lambda: spans_of(one.ask.acked) == ((4, 8),))
@@ -49,26 +59,26 @@ def test_nothing_is_handed_out_before_the_ranks_have_resumed(play: Any) -> None:
 
 
 def test_a_restore_that_the_master_refuses_ends_its_worker(play: Any) -> None:
-    """Nothing would ever be handed out: whoever waits, and whoever draws next, hears what was refused, and of which dataset."""
+    """Nothing would ever be handed out: who restores, waits or draws next hears what was refused, and of which dataset."""
 
     async def test(one: Stand) -> None:
-        line = await one.line(opened=False)
-        await asyncio.to_thread(line.open, MODEL_TERMS, 4)
+        line, other = await one.line(opened=False), await one.line(opened=False, local_rank=1)
+        for opened in (line, other):
+            await asyncio.to_thread(opened.open, MODEL_TERMS, 4)
         restored_leases(one, generation=0)
-        await asyncio.to_thread(line.restored, MODEL_TERMS, 1, 7, Ranges([(0, 4)]))
-        waits = asyncio.ensure_future(one.draw(line))
+        resumed = await resuming(one, line)
+        waits = asyncio.ensure_future(one.draw(other))
         await one.until(lambda: one.launcher.data.waiting)
         one.desk.answered(len(one.sent), "step 7 of generation 1 was trained on 5 samples")
-        for drawn in (waits, one.draw(line)):
+        for drawn in (resumed, waits, one.draw(line)):
             with pytest.raises(
                 SpecError, match="dataset 'eval': the job's master refuses where this generation goes on: step 7"
             ):
                 await drawn
         assert "step 7" in one.duty.why("eval")
-        # Ranks of other nodes, and a rank 0 that draws nothing, hear nothing of it: people do.
         (words,) = one.told
         assert "refuses where this generation goes on: step 7" in words
-        assert "No rank of the job is handed samples" in words
+        assert "No rank of this generation is handed samples" in words
         restored_leases(one, (4, 40), generation=LAUNCH.generation)  # another node's word was heard
         assert await one.draw(line) == (4, 8)
 
@@ -106,5 +116,21 @@ def test_a_dataset_of_acknowledgements_is_not_restored(play: Any) -> None:
         other = await one.line(opened=False)
         with pytest.raises(SpecError, match=r"lease, epochs 2; this one has .*lease-model, epochs 2"):
             await asyncio.to_thread(other.open, MODEL_TERMS, 4)
+
+    play(test)
+
+
+def test_a_leader_that_says_nothing_is_not_waited_for(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training may begin while a master is replaced; what that one refuses is heard by those that draw."""
+    monkeypatch.setattr(data_socket, "RESTORED_S", 0.01)
+
+    async def test(one: Stand) -> None:
+        line = await one.line(opened=False)
+        await asyncio.to_thread(line.open, MODEL_TERMS, 4)
+        restored_leases(one, generation=0)
+        await asyncio.to_thread(line.restored, MODEL_TERMS, 1, 7, Ranges([(0, 4)]))
+        one.desk.answered(len(one.sent), "step 7 of generation 1 was trained on 5 samples")
+        with pytest.raises(SpecError, match="refuses where this generation goes on: step 7"):
+            await one.draw(line)
 
     play(test)

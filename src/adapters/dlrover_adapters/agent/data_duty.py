@@ -77,9 +77,10 @@ class Registering:
 
 @dataclass(slots=True)
 class Restoring:
-    """A dataset of which rank 0, here, has said where it goes on. Fields as of `Registering`."""
+    """A dataset of which rank 0, here, has said where it goes on, and waits for an ``answer``. Others: as of `Registering`."""
 
     command: RestoreLeases
+    answer: Callable[[str], None]
     due_s: float = math.inf
     refused: str = ""
 
@@ -116,7 +117,7 @@ class DataDuty:
             self._registering.pop(told.name, None)
             one = self._restoring.get(told.name)
             if one is not None and told.generation >= one.command.generation:
-                del self._restoring[told.name]
+                self._restoring.pop(told.name).answer("")
             self._lease(told.name).told(told)
         if self._launcher.data is not None:
             self._launcher.data.serve()
@@ -165,13 +166,15 @@ class DataDuty:
         self._terms[terms.name] = terms
         return desk
 
-    def restored(self, session: Session, terms: Terms, state: tuple[int, int], spans: bytes) -> None:
+    def restored(
+        self, session: Session, terms: Terms, state: tuple[int, int], spans: bytes, answer: Callable[[str], None]
+    ) -> None:
         """Tell the leader, after the dataset itself; again after a while if no order shows it, unless it is refused."""
         desk = self._know(session, terms)
         if terms.assignment != MODEL_LEASE:
             raise Refused(f'lineage: "server" of dataset {terms.name!r}: it is not restored with a model')
         command = RestoreLeases(desk.node, session.generation, terms.name, *state, spans)
-        one = self._restoring[terms.name] = Restoring(command)
+        one = self._restoring[terms.name] = Restoring(command, answer)
         self._restore(desk, one)
         self._wake.set()
 
@@ -180,10 +183,11 @@ class DataDuty:
 
         def answered(refused: str) -> None:
             one.due_s, one.refused = loop.time() + REGISTER_EVERY_S, refused
+            one.answer(one.words if refused else "")
             if refused:
                 log.error("what a model was trained on is refused", dataset=one.command.dataset, reason=refused)
-                # Those of other nodes are handed nothing either, and do not hear why.
-                self._say(f"{one.words}. No rank of the job is handed samples: stop it, and start it again as said")
+                # Ranks of other nodes are handed nothing either, and do not hear why.
+                self._say(f"{one.words}. No rank of this generation is handed samples")
                 if self._launcher.data is not None:
                     self._launcher.data.serve()
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import structlog
@@ -34,6 +35,8 @@ SHARD_MAX = 2**31
 ACKS_MAX = 1024
 """Ranges in one packet."""
 TEXT_MAX = 1000
+RESTORED_S = 5.0
+"""Whoever says where its generation goes on waits so long for the leader's word; those who draw hear a later one."""
 
 log = structlog.get_logger("dlrover.agent")
 
@@ -74,10 +77,12 @@ class Counter(Protocol):
     def claim(self, session: Session, dataset: str, span: Span, holder: int) -> bool:
         """Its rank takes what the session of number ``holder`` has in hand; False: that one has it no more."""
 
-    def restored(self, session: Session, terms: Terms, state: tuple[int, int], spans: bytes) -> None:
+    def restored(
+        self, session: Session, terms: Terms, state: tuple[int, int], spans: bytes, answer: Callable[[str], None]
+    ) -> None:
         """The session's generation has resumed from a state, generation and step, that was trained on ``spans``, packed.
 
-        Raises `Refused`.
+        ``answer`` hears what the leader says: why not, or nothing. Raises `Refused`.
         """
 
     def why(self, dataset: str) -> str:
@@ -109,6 +114,7 @@ class DataSocket(PacketServer[Session]):
         self.counter: Counter | None = None
         self._waits: dict[socket.socket, _Wait] = {}
         self._given: dict[socket.socket, dict[str, _Given]] = {}
+        self._resuming: dict[socket.socket, tuple[int, asyncio.TimerHandle]] = {}
         self._numbers = 0
 
     def close(self) -> None:
@@ -202,8 +208,24 @@ class DataSocket(PacketServer[Session]):
         terms, spans, state = body.get("terms"), body.get("spans"), (_int(body, "of"), _int(body, "step"))
         if not isinstance(terms, list) or not isinstance(spans, bytes):
             raise Nonsense
-        self._counter().restored(session, checked(Terms, tuple(terms)), state, spans)
-        self._send(line, _number(body), {})
+        number, known = _number(body), checked(Terms, tuple(terms))
+        self._end_resuming(line)
+        answer = partial(self._resumed, line, number)
+        self._resuming[line] = number, asyncio.get_running_loop().call_later(RESTORED_S, answer, "")
+        try:
+            self._counter().restored(session, known, state, spans, answer)
+        except Refused as refused:
+            answer(str(refused))
+
+    def _resumed(self, line: socket.socket, number: int, refused: str) -> None:
+        """Answer, once, whoever has said where its generation goes on."""
+        if (resuming := self._resuming.get(line)) is not None and resuming[0] == number:
+            self._end_resuming(line)
+            self._send(line, number, {"error": refused[:TEXT_MAX]} if refused else {})
+
+    def _end_resuming(self, line: socket.socket) -> None:
+        if resuming := self._resuming.pop(line, None):
+            resuming[1].cancel()
 
     def _draw(self, line: socket.socket, session: Session, body: dict[str, Any]) -> None:
         self._acked(session, body)
@@ -258,6 +280,7 @@ class DataSocket(PacketServer[Session]):
 
     def _gone(self, line: socket.socket, caller: Session | None, why: str, /) -> None:
         self._end_wait(line)
+        self._end_resuming(line)
         self._given.pop(line, None)
         if caller is not None and self.counter is not None:
             self.counter.gone(caller, why)
