@@ -9,6 +9,7 @@
 {prefix}/v1/jobs/{job}/snap/{seq:020d}/manifest       written last, with its sums
 ```
 A batch's key bears its *last* sequence number, so that the first key beyond ``after`` is the batch that holds ``after + 1``.
+Batches without a head are what is left of an erased log: the next leader deletes them (`deleting`).
 """
 
 from __future__ import annotations
