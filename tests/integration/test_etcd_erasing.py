@@ -115,6 +115,24 @@ def test_what_is_left_of_half_an_erase_is_no_log(
     run(story())
 
 
+def test_a_log_without_a_head_that_nobody_erased_stays(etcd_server: Cluster, etcd_prefix: str) -> None:
+    """Whatever took the head away: the next leader deletes none of it."""
+
+    async def story() -> None:
+        log = await EtcdLog.open_url(etcd_server.url(etcd_prefix), CODEC)
+        try:
+            await (await written(log)).resign()
+            keys = log.keys(JOB)
+            await log.etcd.call("Txn", log.etcd.txn([], [log.etcd.delete_op(keys.head)]))
+            lead = await log.lead(JOB, "b", 600.0)
+            assert len((await log.etcd.call("Range", log.etcd.under(keys.log))).kvs) == 5
+            await lead.resign()
+        finally:
+            await log.close()
+
+    run(story())
+
+
 def test_a_job_that_begins_meanwhile_is_not_erased(
     etcd_server: Cluster, etcd_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

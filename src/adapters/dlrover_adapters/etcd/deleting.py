@@ -1,7 +1,7 @@
-"""Deleting what is left of a log that was erased. Its head goes first, and batches without a head are no log any more.
+"""Deleting what is left of a log that was erased. A mark takes the place of its head first: beside it, batches are no log.
 
 So an erase that ends half way leaves nothing that could be taken for a log: readers say that it was erased, and the next leader
-deletes the rest before it writes.
+deletes the rest before it writes. Batches that lack a head without that mark are a damaged log, and stay.
 """
 
 from __future__ import annotations
@@ -13,6 +13,15 @@ from dlrover_adapters.etcd.keys import Keys, end_of
 
 # Batches deleted by one transaction: etcd applies it whole, and everybody waits for it.
 AT_ONCE = 2_000
+
+
+async def remainder(etcd: Etcd, keys: Keys, conditions: list[Any]) -> bool:
+    """Delete what is left of an erased log, while all conditions hold; did they hold to the end? Raises as `Etcd.call` does."""
+    if not (await etcd.call("Range", etcd.range(keys.erased, keys_only=True))).kvs:
+        return True
+    if not await batches(etcd, keys, conditions):
+        return False
+    return bool((await etcd.call("Txn", etcd.txn(conditions, [etcd.delete_op(keys.erased)]))).succeeded)
 
 
 async def batches(etcd: Etcd, keys: Keys, conditions: list[Any]) -> bool:

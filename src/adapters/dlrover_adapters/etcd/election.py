@@ -114,7 +114,9 @@ async def _try(etcd: Etcd, keys: Keys, holder: str, ttl_s: float) -> Won | _Held
         claimed = await _claim(etcd, keys, holder, granted, asked_at)
         if isinstance(claimed, Won) and not claimed.head_revision:
             ours = [etcd.created(keys.leader, claimed.token)]
-            if not await deleting.batches(etcd, keys, ours):  # it took longer than the lease: the next campaign goes on
+            if not await deleting.remainder(
+                etcd, keys, ours
+            ):  # it took longer than the lease: the next campaign goes on
                 return await _look(etcd, keys)
         won = claimed
         return won

@@ -40,19 +40,20 @@ async def erase(url: str, job: str, run: str, begun: Callable[[], None] = lambda
 
 
 async def _behead(log: EtcdLog, keys: Keys, run: str, begun: Callable[[], None]) -> bool:
-    """Delete the head, so that what else there is is no log any more; is there none now? Raises as `erase` does."""
+    """Put the mark of an erased log in the head's place, so that the rest is no log; is it so now? Raises as `erase` does."""
     etcd = log.etcd
     first = etcd.range(keys.log, end=end_of(keys.log), limit=1)
-    _, (heads, batches) = await look(etcd, (etcd.range(keys.head), first))
-    found = _run_of(batches[0].value) if heads and batches else ""
-    if heads and found != run:
+    _, (marks, heads, batches) = await look(etcd, (etcd.range(keys.erased), etcd.range(keys.head), first))
+    found = marks[0].value.decode(errors="replace") if marks else _run_of(batches[0].value) if batches else ""
+    if (heads or batches) and found != run:
         structlog.get_logger("dlrover.etcd").warning("the log is another run's and stays", job=keys.job, run=found)
         return False
     if heads or batches:
         begun()
-    if heads:
-        same = [etcd.created(keys.leader, 0), etcd.modified(keys.head, heads[0].mod_revision)]
-        gone = [etcd.delete_op(keys.head), etcd.delete_op(keys.snap, end_of(keys.snap))]
+    if (heads or batches) and not marks:
+        same = [etcd.created(keys.leader, 0), etcd.modified(keys.head, heads[0].mod_revision if heads else 0)]
+        mark = etcd.put_op(keys.erased, run.encode())
+        gone = [mark, etcd.delete_op(keys.head), etcd.delete_op(keys.snap, end_of(keys.snap))]
         if not (await etcd.call("Txn", etcd.txn(same, gone))).succeeded:
             raise await _led(log, keys.job)
     return True

@@ -4,12 +4,13 @@
 {prefix}/v1/names/{job}                         what `jobs()` lists; made with the first leader, deleted with the job (`erasing`)
 {prefix}/v1/jobs/{job}/leader                   lease-bound; its create_revision is the fencing token; value: `Leader`
 {prefix}/v1/jobs/{job}/head                     value: `Head`; rewritten by every append
+{prefix}/v1/jobs/{job}/erased                   while a log is erased, instead of its head; value: the run that it began with
 {prefix}/v1/jobs/{job}/log/{last_seq:020d}      value: one batch's payload; never rewritten, contiguous by sequence number
 {prefix}/v1/jobs/{job}/snap/{seq:020d}/{part:04d}     a piece of a snapshot, at most `PART_BYTES`
 {prefix}/v1/jobs/{job}/snap/{seq:020d}/manifest       written last, with its sums
 ```
 A batch's key bears its *last* sequence number, so that the first key beyond ``after`` is the batch that holds ``after + 1``.
-Batches without a head are what is left of an erased log: the next leader deletes them (`deleting`).
+Batches without a head, beside ``erased``, are what is left of an erased log: the next leader deletes them (`deleting`).
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class Keys:
         self.name = names_prefix(prefix) + quote(job, safe="", errors="surrogatepass")
         self.leader, self.head = f"{self.base}leader", f"{self.base}head"
         self.log, self.snap = f"{self.base}log/", f"{self.base}snap/"
+        self.erased = f"{self.base}erased"
 
     def batch(self, last_seq: int) -> str:
         """A batch's key, by the sequence number of its last record."""

@@ -270,7 +270,7 @@ class _Pass:
                 await asyncio.sleep(STALE_PAUSE_S)
                 continue
             self._revision = revision
-            if kvs and not heads:
+            if kvs and not heads and (await etcd.call("Range", etcd.range(keys.erased, keys_only=True))).kvs:
                 raise LogUnavailable(
                     f"job {self.job!r}: its log was erased, and a part of it is still there; whoever erases it tries on, and "
                     "a new job of the name begins without it"
