@@ -15,8 +15,11 @@ from dlrover_adapters.checkpoint.verify import verify
 
 RANKS = 4
 PAUSE_S, EVERY = "0.03", 5
-STEPS_AFTER = 100
-"""How far training goes on after the restart on which due checkpoints are counted: 3 s at the least."""
+STEPS_AFTER, SLOWER_S = 40, "0.1"
+"""How far training goes on after the restart on which due checkpoints are counted, and how slowly: 4 s at the least.
+
+A due state waits for storage in a slot of the eight that a rank has: at this pace storage may be busy elsewhere for 4 s.
+"""
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -103,7 +106,7 @@ def test_each_rank_gets_its_own_back(tmp_path: Path) -> None:
         job.process.kill()
         job.process.wait()
     assert all(verify(place, one.step).fine for one in steps(place))
-    with run(tmp_path, url, EVERY, EVERY, 0, "second") as job:
+    with run(tmp_path, url, EVERY, EVERY, 0, "second", SLOWER_S) as job:
         from_storage = restores(job, tmp_path, 3)
         own(from_storage)
         assert {(one["restored"], one["tier"]) for one in from_storage} == {(newest, "storage")}
