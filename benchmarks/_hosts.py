@@ -124,13 +124,13 @@ def ancestor(pid: int, name: str) -> int:
     raise Broken(f"no {name} above the worker")
 
 
-def kill_tree(top: int) -> float:
-    """SIGKILL a process and all that it has started, as when a node goes down; when that was."""
+def kill_tree(top: int, number: int = signal.SIGKILL) -> float:
+    """Send a signal to a process and to all that it has started, SIGKILL as when a node goes down; when that was."""
     tree, above = {top}, parents()
     while more := {pid for pid, parent in above.items() if parent in tree} - tree:
         tree |= more
     at = time.monotonic()
     for pid in (top, *(tree - {top})):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
     return at

@@ -16,16 +16,13 @@ the job waits `gone_s`, 0.25 s, whether the agent comes back. Then both ranks of
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from _bench import BROKEN, Result, Row, options, say
-from _hosts import parents, stepping, wait_all_step
+from _hosts import kill_tree, stepping, wait_all_step
 from _jobs import Broken, Job, clock_offset
 from _pods import Cluster, cluster, in_pods
 from bench_killed_node import BACK_LIMIT_S, KILL_AT, SCRIPT, wait_warm
@@ -55,9 +52,9 @@ def lost(silence_s: float, grace_s: float, *, dead: bool) -> Lost:
         top, host = int(of.tell("pid", VICTIM)), of.tell("host", VICTIM)
         began = of.tell("lose", str(host))
         if not dead:
-            signalled(top, signal.SIGSTOP)
+            kill_tree(top, signal.SIGSTOP)
         unready = of.tell("when", "unready", VICTIM)
-        word = signalled(top, signal.SIGKILL) if dead else 0.0
+        word = kill_tree(top, signal.SIGKILL) if dead else 0.0
         made = of.tell("made", NEXT)
         if not dead:
             word = silent(job, silence_s)
@@ -76,21 +73,9 @@ def silent(job: Job, silence_s: float) -> float:
     raise Broken("the agent never fell silent")
 
 
-def signalled(top: int, number: int) -> float:
-    """Send a signal to a process and to all that it has started; when that was."""
-    tree, above = {top}, parents()
-    while more := {pid for pid, parent in above.items() if parent in tree} - tree:
-        tree |= more
-    at = time.monotonic()
-    for pid in (top, *(tree - {top})):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-    return at
-
-
 def _end(of: Cluster, host: float, top: int) -> None:
     """The host is back, and what was stopped on it is gone: the job's end waits for it."""
-    signalled(top, signal.SIGKILL)
+    kill_tree(top, signal.SIGKILL)
     of.tell("find", str(host))
 
 

@@ -21,6 +21,17 @@ from dlrover_core.job.checkpoints import (
 
 pytestmark = pytest.mark.timeout(120)
 
+SAVES_WHEN_TOLD = """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    shelf = Shelf(vault)
+    shelf.keeps(os.environ["FOLDER"] + "/ckpt")
+    tell("here")
+    signal.sigwait([signal.SIGUSR1])
+    shelf.save(4, due=True)
+    forever()
+    """
+"""A rank that saves step 4 at SIGUSR1, and no step before."""
+
 
 def test_what_is_due_goes_to_storage_and_is_sealed(node: Make, tmp_path: Path) -> None:
     """A due step of all local ranks is written behind their backs, told with the beat, and sealed once it is committed."""
@@ -60,18 +71,9 @@ def test_what_is_due_goes_to_storage_and_is_sealed(node: Make, tmp_path: Path) -
 def test_a_saver_killed_over_a_step_is_replaced_and_the_step_written(node: Make, tmp_path: Path, gone: Gone) -> None:
     """SIGKILL of the saver in the middle of writing, twice: its successor unpins what it had pinned, and writes the step."""
     fifo = tmp_path / "ckpt" / "step-0000000004"
-    script = """
-    shelf = Shelf(vault)
-    shelf.keeps(os.environ["FOLDER"] + "/ckpt")
-    tell("here")
-    signal.sigwait([signal.SIGUSR1])
-    shelf.save(4, due=True)
-    forever()
-    """
-    script = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n    " + script.strip()
 
     async def test() -> None:
-        async with node("\n    " + script) as one:
+        async with node(SAVES_WHEN_TOLD) as one:
             await one.rig.start()
             await one.rig.told()
             await one.until(lambda: one.rig.launcher.pids.get("saver") and one.of(OfferReplica))
@@ -98,18 +100,9 @@ def test_a_saver_killed_over_a_step_is_replaced_and_the_step_written(node: Make,
 @pytest.mark.nightly(reason="a stopped keeper (test_zygote.py) stands for it in make test")
 def test_a_stopped_saver_is_replaced(node: Make) -> None:
     """A saver that does not answer is killed after six times ``hung_s``, and its successor writes what it was to write."""
-    script = """
-    shelf = Shelf(vault)
-    shelf.keeps(os.environ["FOLDER"] + "/ckpt")
-    tell("here")
-    signal.sigwait([signal.SIGUSR1])
-    shelf.save(4, due=True)
-    forever()
-    """
-    script = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n    " + script.strip()
 
     async def test() -> None:
-        async with node("\n    " + script, hung_s=0.5) as one:
+        async with node(SAVES_WHEN_TOLD, hung_s=0.5) as one:
             await one.rig.start()
             await one.rig.told()
             await one.until(lambda: one.rig.launcher.pids.get("saver") and one.of(OfferReplica))

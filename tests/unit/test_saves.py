@@ -120,7 +120,7 @@ def test_a_generation_is_restored_from_its_slowest_tier() -> None:
 
 
 def test_the_report_of_a_job_that_saves() -> None:
-    """Checkpoints, restores by tier, what did not pass its verification, and outages; as text and as values."""
+    """Checkpoints, restores by tier, tiers that failed, and outages; as text and as values."""
     report = report_of(saved_and_restored().records)
     assert (report.saves.committed, report.saves.ordered, report.saves.newest, report.saves.outages) == (2, 1, 26, 1)
     assert [(one.tier, one.count) for one in report.saves.restores] == [("memory", 1), ("peer", 1)]
@@ -131,7 +131,7 @@ def test_the_report_of_a_job_that_saves() -> None:
     )
     assert "resumed 1 time from its own memory, in 0.080 s" in text
     assert "resumed 1 time from the memory of peers, in 0.300 s" in text
-    assert "1 time what was found did not pass its verification" in text
+    assert "1 time a tier had a step that was not whole or was damaged" in text
     assert "storage was down 1 time" in text
     values = json.loads(json.dumps(report_values(report)))
     assert values["saves"]["restores"][1]["tier"] == "peer"

@@ -21,7 +21,8 @@ def lines(told: Saves) -> Iterator[str]:
         longest = f", the longest {duration(one.longest_us)}" if one.count > 1 else ""
         yield f"  resumed {count(one.count, 'time')} from {tier(one.tier)}, in {duration(one.total_us)}{longest}"
     if told.fell:
-        yield f"  {count(told.fell, 'time')} what was found did not pass its verification, and the next tier was used"
+        how_often = count(told.fell, "time")
+        yield f"  {how_often} a tier had a step that was not whole or was damaged: an older step, or the next tier, was used"
     if told.outages:
         now = f"; {', '.join(told.down)} cannot write now" if told.down else ""
         yield f"  storage was down {count(told.outages, 'time')}, for {duration(told.outage_us)}{now}"
