@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch import nn
 from dlrover_adapters.torch.checkpoint.closing import NotStored
 from dlrover_adapters.torch.checkpoint.flash import FlashCheckpoint
 from dlrover_adapters.torch.checkpoint.sources import Mismatch
-from dlrover_core.errors import SpecError
+from dlrover_core.errors import CoreError, SpecError
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -47,6 +49,31 @@ def test_wrong_arguments_are_refused_with_what_to_do(wrong: dict[str, Any], said
     given: dict[str, Any] = {"model": nn.Linear(2, 2), "frozen": (), **wrong}
     with pytest.raises(SpecError, match=said):
         FlashCheckpoint("/tmp/nowhere", **given)
+
+
+@pytest.mark.parametrize("mode", ["async", "blocking"])
+def test_a_closed_one_holds_no_model(mode: str, tmp_path: Path) -> None:
+    """The script's `del model` is its end, without the garbage collector: a DDP model must go before its gloo group."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    alive = [weakref.ref(model), weakref.ref(model.weight), weakref.ref(optimizer)]
+    with FlashCheckpoint(
+        str(tmp_path), model=model, optimizer=optimizer, live=[model.bias], every=1, mode=mode
+    ) as ckpt:
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            ckpt.step(step)
+    gc.disable()
+    try:
+        del model, optimizer
+        assert [one() for one in alive] == [None] * 3
+    finally:
+        gc.enable()
+    assert (ckpt.stats.saves, ckpt.stats.failed) == (3, 0)
+    with pytest.raises(CoreError, match="closed"):
+        ckpt.step(4)
 
 
 def test_a_name_of_nothing_is_a_mistake() -> None:

@@ -95,10 +95,8 @@ def main(url: str, every: str, store_every: str, pause_s: str, steps: str) -> No
             go_on[0] = step != int(steps) if int(steps) else not (folder / "finish").exists()
             dist.broadcast(go_on, 0)
         tell(ended=step, skipped=ckpt.stats.skipped)
+    del ranks, model
     dist.destroy_process_group()
-    os._exit(
-        0
-    )  # who ends just after a collective may hang in the end of the DDP model (torch 2.13, gloo): nothing is destroyed
 
 
 if __name__ == "__main__":

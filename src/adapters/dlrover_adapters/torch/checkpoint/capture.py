@@ -134,6 +134,14 @@ class Capture:
         self._anew: set[str] = set()
         self._serialised = _Serialised()
 
+    def release(self) -> None:
+        """Hold no model, optimizer or tensor any more; nothing can be captured after it."""
+        self.models, self.optimizers, self._sources, self._chunks = {}, {}, [], None
+        self._watched, self._sizes, self._saved, self._anew = [], [], frozenset(), set()
+        self._frozen, self._live = _Chosen("frozen", ()), _Chosen("live", ())
+        self._serialised = _Serialised()
+        self.data = DataSource({}, self._rank)
+
     # ---- tensors
 
     def chunks(self) -> list[Chunk]:

@@ -322,7 +322,7 @@ class FlashCheckpoint:
                 raise self._line.failed
 
     def close(self) -> None:
-        """Finish what is under way, and let everything go. Idempotent; every rank calls it, or leaves its ``with``.
+        """Finish what is under way, and let all go, the model too. Idempotent; every rank calls it, or leaves its ``with``.
 
         Of the newest state that was saved, storage gets a copy too, unless ``store_every`` is 0; of the present one, as that of
         the last `step`, where all saves were left out, or where that one was due and found no slot: then a slot is
@@ -350,6 +350,10 @@ class FlashCheckpoint:
                 self._line.close()
             if self._engine is not None:
                 self._engine.close()
+            self._ended = self.stats
+            # Scripts delete their DDP model before its gloo group, which may hang otherwise (torch 2.13): none lives on here.
+            self._engine = self._hooks = self._boundary = None
+            self._capture.release()
 
     def __enter__(self) -> FlashCheckpoint:  # noqa: PYI034  # Self needs 3.11
         return self
@@ -370,7 +374,7 @@ class FlashCheckpoint:
         """What saving has done and cost so far."""
         engine = self._engine
         if engine is None:
-            return Stats(failed=self._alarms.count)
+            return self._ended or Stats(failed=self._alarms.count)
         engine.stats.failed = self._alarms.count
         engine.stats.populated = engine.memory is not None and engine.memory.populated.is_set()
         engine.stats.pinned = engine.memory is not None and engine.memory.pinned
@@ -380,6 +384,7 @@ class FlashCheckpoint:
 
     _absent: Exception | None = None
     """Why this rank has no engine, for the rest of the generation."""
+    _ended: Stats | None = None
     _saved_last = False
     _writing_since = 0.0
 
