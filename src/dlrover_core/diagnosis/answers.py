@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from dlrover_core.diagnosis import offline, procedure, signatures, who
 from dlrover_core.diagnosis.evidence import CASC, ERROR, EXIT, KERNEL, LOG, NET, Evidence
+from dlrover_core.diagnosis.found import Spot
 from dlrover_core.diagnosis.procedure import Judgement
-from dlrover_core.diagnosis.reading import Read, Spot
+from dlrover_core.diagnosis.reading import Read
 from dlrover_core.diagnosis.signatures import Table
 
 CAUSES_MAX, LINES_MAX = 3, 4

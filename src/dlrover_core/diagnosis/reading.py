@@ -14,36 +14,26 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dlrover_core.diagnosis import clock, exceptions, launchers, layout, vocabulary, who
+from dlrover_core.diagnosis import clock, exceptions, launchers, vocabulary, who
 from dlrover_core.diagnosis.classify import DYING, plainly, words_of
 from dlrover_core.diagnosis.evidence import CASC, DATA, ERROR, EXIT, KERNEL, LOG, NET, PLAT, PLATFORM, SOFT, USER
 from dlrover_core.diagnosis.exceptions import Chain
+from dlrover_core.diagnosis.found import EARLIER, ENDS, LIVED, WENT_ON, Found, Spot, believed, last_word, thinned
 from dlrover_core.diagnosis.matching import Hit, Matcher
 from dlrover_core.diagnosis.offline import Observation
-from dlrover_core.diagnosis.rows import Row, Text, numbered, rank_of_file, rows_of, stack_head
+from dlrover_core.diagnosis.rows import Row, Text, numbered, rows_of, stack_head
+from dlrover_core.diagnosis.whereabouts import Whereabouts
 from dlrover_core.diagnosis.who import Who
 
-SAME_MAX, FOUND_MAX, CHUNK_LINES = 3, 512, 200
-"""Of one signature and rank so many are taken from a text, from its beginning and from its end; of all.
-
-Lines scanned at a time.
-"""
-WENT_ON_LINES, STEPS_MIN, GOES_ON_STEPS, BURST_LINES = 25, 3, 40, 120
-"""After so many lines of no failure, or so many steps, a run has gone on; after `GOES_ON_STEPS` for sure.
-
-Words within `BURST_LINES` lines are of one failure.
-"""
+CHUNK_LINES = 200
+"""Lines scanned at a time."""
+WENT_ON_LINES, STEPS_MIN = 25, 3
+"""After so many lines of no failure, or so many steps, a run has gone on."""
 BANNER_LINES = 3
 NAMED_LINES = 4
 """So many lines after one about a host may say which."""
-WENT_ON = "handled: the run went on after it"
-LIVED = "lived through: the program went on to the exception that ended it"
-EARLIER = "an earlier attempt's end"
-# How something ended, and what is done to the rest: no reason.
-_ENDS = ("exit.", "slurm.cancelled", "exception.ChildFailedError", "mpi.abort", "nccl.aborted")
 LINE_S = 1e-6
 _NOBODY = (-1, "", "", 0)
 TEXT_LINES_MAX = 160
@@ -64,27 +54,12 @@ _HANDLED = re.compile(
     r"(?i)\b(?:retrying|will retry|skipping (?:this |the )?(?:batch|sample|step|image|file)|falling back|ignoring|recovered"
     r"|using default instead)\b|\bdlerror: |:\d+: \w*Warning: "
 )
-_BUS = re.compile(r"\brank (\d+) nranks (\d+) .{0,80}\bbusId (\w+)")
-_NCCL_RANK = re.compile(r"\brank (\d+) nranks (\d+)\b")
-_PCI = re.compile(r"\b(?:PCI:)?([0-9a-fA-F]{4,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})")
-_FILE_HOST = re.compile(
-    r"(?:^|[._-])((?:node|gpu|host|dgx|hgx|cn|gn|nid|worker|compute|server|pod)[-_]?[a-z0-9-]*\d)(?:[._-](?:stdout|stderr|out|err|log|txt|gz|dmesg|kernel|journal))*$"
-)
 
 
 # mp.spawn's own words on whose exception it passes on.
 _SPAWNED = re.compile(r"\bProcess (\d{1,5}) (?:terminated with the following error|exited with error code)")
 # With what an exception ends a process: by itself, or where the interpreter aborts in its wake.
 _RAISES = (*range(1, 128), -6, 134)
-
-
-class Spot(NamedTuple):
-    """Where something was read: file, line number, the line, and the signature found there (of an exit, empty)."""
-
-    file: str
-    number: int
-    line: str
-    signature: str = ""
 
 
 class Read(NamedTuple):
@@ -109,34 +84,6 @@ class Read(NamedTuple):
     hosts: tuple[str, ...] = ()
 
 
-class _Found(NamedTuple):
-    """Something found: at a row, and what is observed there, still on the file's own clock.
-
-    ``vague``: a consequence of another's failure, or a symptom of many; ``telling``: an exception that says what it was.
-    ``mild``: words on what a program may live through.
-    """
-
-    row: int
-    seen: Observation
-    signature: str
-    doubted: str = ""
-    shown: int = -1
-    vague: bool = False
-    telling: bool = False
-    mild: bool = False
-
-
-@dataclass(slots=True)
-class _Places:
-    """Who is where, as far as a file tells."""
-
-    host_of: dict[int, str] = field(default_factory=dict)
-    rank_of: dict[tuple[str, int], int] = field(default_factory=dict)
-    rank_of_pid: dict[tuple[str, int], int] = field(default_factory=dict)
-    gpus: dict[str, int] = field(default_factory=dict)
-    hosts: Counter[str] = field(default_factory=Counter)
-
-
 def read(texts: Sequence[Text], matcher: Matcher) -> Read:
     """What the texts of one failure tell, by one clock, in the order of the texts and of their lines."""
     files = [_File(text, matcher) for text in texts]
@@ -144,7 +91,7 @@ def read(texts: Sequence[Text], matcher: Matcher) -> Read:
     known = [number for number, one in enumerate(files) if one.found]
     moves = dict(zip(known, clock.aligned([spans[number] for number in known]), strict=True))
     kept = [(number, one, found) for number, one in enumerate(files) for found in one.found]
-    sure = _believed(kept)
+    sure = believed(kept)
     aside = (
         [(one.spot(found), found.doubted) for _, one, found in kept if found.doubted] if len(sure) < len(kept) else []
     )
@@ -159,59 +106,12 @@ def read(texts: Sequence[Text], matcher: Matcher) -> Read:
         tuple(observations),
         tuple(spots),
         tuple(aside),
-        frozenset(one.surrogate for one in files),
+        frozenset(one.places.surrogate for one in files),
         strange if len(strange) < len(known) or (strange and len(known) > 1 and common) else (),
         tuple(item for one in files for item in one.places.gpus.items()),
-        tuple((one.surrogate, one.pod) for one in files if one.pod),
+        tuple((one.places.surrogate, one.pod) for one in files if one.pod),
         tuple(dict.fromkeys(host for one in files for host in one.places.hosts)),
     )
-
-
-def _believed(kept: Sequence[tuple[int, _File, _Found]]) -> list[tuple[int, _File, _Found]]:
-    """What counts: all that is not doubted. Where that says only how something ended, also words just before it.
-
-    Other ranks' progress may stand between a failure's lines: a run that seems to have gone on for a few steps, and then ended
-    for no other reason, ended for that one.
-    """
-    sure = [one for one in kept if not one[2].doubted]
-    if not sure:
-        return list(kept)
-    telling = [found for _, _, found in sure if _tells(found)]
-    if any(not found.vague for found in telling):
-        return sure
-    near = {
-        place: found
-        for place, (_, file, found) in enumerate(kept)
-        if found.doubted in (WENT_ON, EARLIER) and file.steps_after(found.row) < GOES_ON_STEPS
-    }
-    if telling:  # only consequences and general symptoms: an exception that was handled is neither, nor their cause
-        near = {
-            place: found
-            for place, found in near.items()
-            if found.signature and not found.signature.startswith("exception.")
-        }
-    newest = max((found.row for found in near.values()), default=0)
-    words = {place for place, found in near.items() if newest - found.row <= BURST_LINES}
-    return [
-        (number, file, found._replace(seen=_last_word(found)) if found.doubted else found)
-        for place, (number, file, found) in enumerate(kept)
-        if not found.doubted or place in words
-    ]
-
-
-def _tells(found: _Found) -> bool:
-    """Does it say more than how something ended?"""
-    if found.seen.source == ERROR and not found.signature:
-        return True
-    return (
-        found.seen.source != EXIT and not found.signature.startswith(_ENDS) and not found.signature.endswith(".sweep")
-    )
-
-
-def _last_word(found: _Found) -> Observation:
-    """An exception that ended its rank: logs seldom tell of every rank's end."""
-    raised = found.seen.source == LOG and found.signature.startswith("exception.")
-    return found.seen._replace(exit_code=1) if raised else found.seen
 
 
 class _File:
@@ -219,15 +119,11 @@ class _File:
 
     def __init__(self, text: Text, matcher: Matcher) -> None:
         self.text = text
-        self.rows, self.pod = numbered(list(rows_of(text)))
-        self.times, self.clock = clock.in_order([row.stamps for row in self.rows])
-        self.places = _Places()
-        ends = launchers.ends([row.body for row in self.rows])
-        self._learn(ends)
-        self.rank = rank_of_file(text.name)
-        self.host = self._host()
-        base = text.name.rsplit("/", 1)[-1]
-        self.surrogate = base
+        rows, self.pod = numbered(list(rows_of(text)))
+        self.times, self.clock = clock.in_order([row.stamps for row in rows])
+        ends = launchers.ends([row.body for row in rows])
+        self.places = Whereabouts(text.name, rows, self.pod, ends)
+        self.rows = self.places.rows
         self._matcher = matcher
         self._taken: set[int] = set()
         chains = self._chains()
@@ -236,14 +132,14 @@ class _File:
         banners = (index for one in ends for index in range(max(0, one.line - BANNER_LINES), one.line))
         self._taken.update(index for index in banners if _BANNER in self.rows[index].body)
         hits = self._hits()
-        if not self.host and not self.places.hosts:
+        if not self.places.host and not self.places.hosts:
             placed = [
                 index
                 for index, row in enumerate(self.rows)
                 if "uccessfully assigned" in row.body or row.body.startswith("Node:") or "for host: " in row.body
             ]
             named = {who.host_named(self.rows[index].raw) for index in (*placed, *(at for at, _ in hits))} - {""}
-            self.host = named.pop() if len(named) == 1 else ""
+            self.places.host = named.pop() if len(named) == 1 else ""
         self._steps = [
             index
             for index, row in enumerate(self.rows)
@@ -267,9 +163,9 @@ class _File:
         )
         raised = list(self._of_chains(chains, ends))
         found = [*raised, *self._of_ends(ends), *self._lived_through(self._of_hits(hits), raised)]
-        self.found = _thinned(sorted(found, key=lambda one: one.row)) or list(self._guessed())
+        self.found = thinned(sorted(found, key=lambda one: one.row)) or list(self._guessed())
 
-    def spot(self, found: _Found) -> Spot:
+    def spot(self, found: Found) -> Spot:
         """Where it was found."""
         row = self.rows[found.shown if found.shown >= 0 else found.row]
         return Spot(self.text.name, row.number, row.raw.strip()[:500], found.signature)
@@ -278,82 +174,6 @@ class _File:
         """First and last failure, and by which clock."""
         times = [one.seen.at_s for one in self.found]
         return min(times, default=0.0), max(times, default=0.0), self.clock
-
-    # ---- who is where
-
-    def _learn(self, ends: Sequence[launchers.Ended]) -> None:
-        places = self.places
-        self._layout = layout.learn((row.body for row in self.rows), ends)
-        self.rows = [self._ranked(row) for row in self.rows]
-        for row in self.rows:
-            body, its = row.body, row.who
-            if its.host:
-                places.hosts[its.host] += 1
-                if its.rank >= 0:
-                    places.host_of.setdefault(its.rank, its.host)
-            if "nranks" in body:
-                ranked = _NCCL_RANK.search(body)
-                if ranked is not None and its.host:
-                    rank = int(ranked[1])
-                    places.host_of.setdefault(rank, its.host)
-                    places.rank_of_pid.setdefault((its.host, its.pid), rank)
-                    if its.device >= 0:
-                        places.rank_of.setdefault((its.host, its.device), rank)
-                bus = _BUS.search(body)
-                if bus is not None:
-                    places.gpus.setdefault(f"{its.host} {bus[3].lower()}", int(bus[1]))
-        for ended in ends:
-            if ended.host:
-                places.hosts[ended.host] += 1
-                if ended.rank >= 0:
-                    places.host_of[ended.rank] = ended.host
-                    if ended.local >= 0:
-                        places.rank_of[ended.host, ended.local] = ended.rank
-
-    def _ranked(self, row: Row) -> Row:
-        """A row of whose writer only the rank on its host is told, with the rank in the job."""
-        its = row.who
-        if its.local < 0 or its.rank != its.local:
-            return row
-        return row._replace(who=its._replace(rank=self._layout.rank(its.host, its.local)))
-
-    def _host(self) -> str:
-        """The machine that the whole file is about, or empty."""
-        named = _FILE_HOST.search(self.text.name.rsplit("/", 1)[-1])
-        if len(self.places.hosts) == 1:
-            return next(iter(self.places.hosts))
-        return named[1] if named is not None and not self.places.hosts and self.rank < 0 else ""
-
-    def _placed(self, at_s: float, source: str, its: Who, text: str, line: str) -> Observation:
-        """An observation with rank, node and host, as far as they are known."""
-        host = its.host
-        rank = its.rank if its.rank >= 0 else self.rank
-        if rank < 0 and host and its.pid:
-            rank = self.places.rank_of_pid.get((host, its.pid), -1)
-        if rank < 0 and its.device >= 0 and host:
-            rank = self.places.rank_of.get((host, its.device), -1)
-        if source in (KERNEL, PLATFORM):
-            host = host or who.host_named(line) or self.host
-            pod = its.pod or who.pod_named(line.replace(self.pod, "") if self.pod else line)
-            pci = _PCI.search(line) if source == KERNEL else None
-            rank = self._rank_at(host, pci) if pci is not None else -1
-            rank = -1 if source == KERNEL else rank
-            return Observation(at_s, source, pod or host or self.surrogate, host, rank, text)
-        if rank < 0:
-            rank = who.rank_named(line)
-        host = host or (self.places.host_of.get(rank, "") if rank >= 0 else "") or self.host
-        return Observation(at_s, source, its.pod or host or self.surrogate, host, rank, text)
-
-    def _rank_at(self, host: str, pci: re.Match[str]) -> int:
-        bus = f"{pci[2]}{pci[3]}0".lower()
-        return next(
-            (
-                rank
-                for key, rank in self.places.gpus.items()
-                if key.endswith(f" {bus}") and (not host or key.startswith(host))
-            ),
-            -1,
-        )
 
     # ---- what is found
 
@@ -419,7 +239,7 @@ class _File:
 
     def _of_chains(
         self, chains: Sequence[tuple[Chain, list[int], Who]], ends: Sequence[launchers.Ended]
-    ) -> Iterator[_Found]:
+    ) -> Iterator[Found]:
         signalled = {one.rank for one in ends if one.code not in (0, *_RAISES)}
         guilty = {(one.rank, one.host) for one in ends if one.code in _RAISES and one.rank >= 0}
         guilty = {its for its in guilty if its[0] not in signalled}
@@ -440,36 +260,42 @@ class _File:
             spawned = _SPAWNED.search(text)
             if its.rank < 0 and spawned is not None:
                 its = its._replace(rank=int(spawned[1]))
-            elif its.rank < 0 and self.rank < 0 and len(guilty) == 1 and len(places) == 1 and not _passes_on(chain):
+            elif (
+                its.rank < 0
+                and self.places.rank < 0
+                and len(guilty) == 1
+                and len(places) == 1
+                and not _passes_on(chain)
+            ):
                 rank, host = next(iter(guilty))
                 its = its._replace(rank=rank, host=its.host or host)
-            seen = self._placed(self._at(chain.last), ERROR, its, text, "")
+            seen = self.places.placed(self._at(chain.last), ERROR, its, text, "")
             told = exceptions.telling(chain, plainly)
             said = Matcher.best(self._matcher.scan(words_of(told), ERROR))
-            name = said.signature.id if said is not None and said.signature.id.startswith(_ENDS) else ""
+            name = said.signature.id if said is not None and said.signature.id.startswith(ENDS) else ""
             vague = said is not None and _vague(said)
             telling = said is not None and not vague and not name
             likely = vocabulary.likeliest(told.text)
-            yield _Found(chain.last, seen._replace(exit_code=1, guess=likely), name, doubted, told.at, vague, telling)
+            yield Found(chain.last, seen._replace(exit_code=1, guess=likely), name, doubted, told.at, vague, telling)
 
-    def _of_ends(self, ends: Sequence[launchers.Ended]) -> Iterator[_Found]:
+    def _of_ends(self, ends: Sequence[launchers.Ended]) -> Iterator[Found]:
         for one in ends:
             rank = one.rank
             if rank < 0 <= one.local:
-                host = one.host or self.host
-                rank = self.places.rank_of.get((host, one.local), self._layout.rank(host, one.local))
-            seen = self._placed(self._at(one.line) - one.before_s, EXIT, Who(rank, one.local, one.host), "", "")
+                host = one.host or self.places.host
+                rank = self.places.rank_of.get((host, one.local), self.places.layout.rank(host, one.local))
+            seen = self.places.placed(self._at(one.line) - one.before_s, EXIT, Who(rank, one.local, one.host), "", "")
             if one.code == 0:
                 continue
             # A summary's order is that of its own times; without any it comes after whatever the ranks said.
-            yield _Found(
+            yield Found(
                 one.line,
                 seen._replace(exit_code=one.code),
                 "",
                 EARLIER if self._went_on(one.line, seen_who(seen)) else "",
             )
 
-    def _of_hits(self, hits: Sequence[tuple[int, Hit]]) -> Iterator[_Found]:
+    def _of_hits(self, hits: Sequence[tuple[int, Hit]]) -> Iterator[Found]:
         for index, hit in hits:
             row, sources = self.rows[index], hit.signature.sources
             source = next(
@@ -484,7 +310,7 @@ class _File:
                 if hit.signature.id.startswith("ray."):  # whoever tells of a node's death is not on it
                     its = Who(host=self._dead_node(index))
             its = self.rows[stack_head(self.rows, index)].who if its.rank < 0 and not its.host else its
-            seen = self._placed(self._at(index), source, its, hit.line.strip(), line)
+            seen = self.places.placed(self._at(index), source, its, hit.line.strip(), line)
             own = (
                 hit.signature.verdict in (USER, DATA, SOFT)
                 or hit.signature.scope == "process"
@@ -498,8 +324,8 @@ class _File:
             # Whoever waited for a place or an image has got it.
             waits = hit.signature.action == "wait" and hit.signature.verdict == PLAT
             mild = waits or (source == LOG and hit.signature.verdict in (USER, DATA, SOFT, NET))
-            made = _Found(index, seen, hit.signature.id, doubted, vague=_vague(hit), mild=mild)
-            yield made if doubted else made._replace(seen=_last_word(made))
+            made = Found(index, seen, hit.signature.id, doubted, vague=_vague(hit), mild=mild)
+            yield made if doubted else made._replace(seen=last_word(made))
 
     def _dead_node(self, index: int) -> str:
         """The node of whose end a line, or one just before or after it, tells; empty where none is named."""
@@ -513,16 +339,16 @@ class _File:
                 return named
         return ""
 
-    def _guessed(self) -> Iterator[_Found]:
+    def _guessed(self) -> Iterator[Found]:
         """Where nothing is known: the first words that fail, and what they are likely about."""
         guessed = vocabulary.guess([row.body for row in self.rows])
         if guessed is not None and self.steps_after(guessed[0]) < STEPS_MIN:
             index, name = guessed
             row = self.rows[index]
-            seen = self._placed(self._at(index), LOG, row.who, row.body.strip(), row.raw)
-            yield _Found(index, seen._replace(guess=name), name, vague=True)
+            seen = self.places.placed(self._at(index), LOG, row.who, row.body.strip(), row.raw)
+            yield Found(index, seen._replace(guess=name), name, vague=True)
 
-    def _lived_through(self, hits: Iterable[_Found], raised: Sequence[_Found]) -> Iterator[_Found]:
+    def _lived_through(self, hits: Iterable[Found], raised: Sequence[Found]) -> Iterator[Found]:
         """What a program said before the exception that ended it is no cause: it went on to where it failed.
 
         That is so only of an exception that tells what it was, and of words on what a program can live through.
@@ -585,15 +411,3 @@ def _fails(hit: Hit) -> bool:
 
 def _vague(hit: Hit) -> bool:
     return hit.signature.general or hit.signature.verdict == CASC
-
-
-def _thinned(found: Sequence[_Found]) -> list[_Found]:
-    """Of one signature and rank the first and the last few, so that no flood hides another failure."""
-    counted: Counter[tuple[str, int, int]] = Counter()
-    numbered = []
-    for one in found:
-        key = (one.signature or one.seen.text[-200:], one.seen.rank, one.seen.exit_code)
-        counted[key] += 1
-        numbered.append((one, key, counted[key]))
-    kept = [one for one, key, number in numbered if number <= SAME_MAX or number > counted[key] - SAME_MAX]
-    return kept if len(kept) <= FOUND_MAX else [*kept[: FOUND_MAX // 2], *kept[-FOUND_MAX // 2 :]]
