@@ -22,9 +22,11 @@ from dlrover_backends.ray.client import RayBackend
 from dlrover_backends.ray.names import Run
 from dlrover_backends.shared.asking import StaleToken
 from dlrover_core import BackendContext
+from dlrover_core.diagnosis import signatures
+from dlrover_core.diagnosis.classify import of_platform
 from dlrover_core.errors import LaunchRefused
 from dlrover_core.job.orders import NodeLaunch
-from dlrover_core.runtime.backend import GroupSize, Wanted
+from dlrover_core.runtime.backend import PRINTED, GroupSize, Wanted
 from dlrover_core.runtime.backends import SEAT
 from dlrover_core.testing import BackendConformance
 from dlrover_core.testing.backend_stand import Abilities, Stand, make_launch, watching
@@ -34,7 +36,15 @@ pytestmark = [
     pytest.mark.xdist_group("ray"),
     pytest.mark.timeout(300),
 ]
-AGENT = "import signal; signal.pause()"
+AGENT = """
+import os, signal, sys
+def wrong(*_):
+    sys.stderr.write("usage: dlrover-run\\ndlrover-run: error: script: no such file\\n")
+    sys.stderr.flush()
+    os._exit(2)
+signal.signal(signal.SIGUSR1, wrong)
+signal.pause()
+"""
 STAND_IN = (sys.executable, "-I", "-S", "-c", AGENT)
 SAVER = """
 import pathlib, signal, sys, time
@@ -94,6 +104,12 @@ def agent_of(run: str, name: str) -> int:
     """The process that a keeper has started for a node."""
     [pid] = processes_of(run, name.partition("-")[2])
     return pid
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Has the process a handler for this signal?"""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
 
 
 @pytest.mark.nightly(reason=NIGHTLY)
@@ -170,7 +186,7 @@ def test_a_node_from_its_launch_to_its_end(ground: RayGround, tmp_path: Path) ->
     The desk is killed in between: the next one finds everything.
     """
     here = context(ground, tmp_path)
-    first, second, other = make_launch(0), make_launch(1), make_launch(2)
+    first, second, other, wrong = (make_launch(index) for index in range(4))
 
     async def told() -> None:
         async with running(here) as backend, watching(backend) as watch:
@@ -191,19 +207,25 @@ def test_a_node_from_its_launch_to_its_end(ground: RayGround, tmp_path: Path) ->
             # Whoever holds nothing loses nothing.
             os.kill(desk_of(tmp_path), signal.SIGKILL)
             await backend.launch(first, 7)
-            await backend.launch(other, 7)
-            seen = await watch.running(other.name)
-            assert {name: one.phase for name, one in seen.items()} == {
-                first.name: "failed",
-                second.name: "failed",
-                other.name: "running",
-            }
+            await asyncio.gather(*(backend.launch(one, 7) for one in (other, wrong)))
+            seen = await watch.running(other.name, wrong.name)
+            phases = {name: one.phase for name, one in seen.items() if one.phase != "running"}
+            assert phases == {first.name: "failed", second.name: "failed"}
+            # What an agent has printed last comes behind its exit status, and fails the job if no relaunch mends it.
+            agent = agent_of(here.run, wrong.name)
+            await asyncio.to_thread(eventually, lambda: catches(agent, signal.SIGUSR1), "an agent that heeds SIGUSR1")
+            os.kill(agent, signal.SIGUSR1)
+            dead = await watch.over(wrong.name)
+            assert dead.reason == f"exit code 2{PRINTED}dlrover-run: error: script: no such file"
+            assert (
+                of_platform(signatures.table(), dead.phase, dead.exit_code, dead.reason).signature == "launcher.usage"
+            )
             # Orders of a deposed master, whoever was told of its successor.
             with pytest.raises(StaleToken):
                 await backend.delete(other.name, 6, 0.0)
             await backend.delete(other.name, 8, 5.0)
             await backend.delete(second.name, 8, 0.0)
-            assert set(await watch.gone(other.name, second.name)) == {first.name}
+            assert set(await watch.gone(other.name, second.name)) == {first.name, wrong.name}
             with pytest.raises(LaunchRefused) as refused:
                 await backend.launch(other, 8)
             assert refused.value.permanent

@@ -95,6 +95,23 @@ def test_a_script_that_nothing_brings(tmp_path: Path, monkeypatch: pytest.Monkey
     ray_flags.check(cli_options.parse(["--backend", "ray", "--runtime-env", "env.yaml", "train.py"]))
 
 
+def test_a_script_that_was_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `ray job submit` nodes get the folder that Ray has unpacked here: a script that is not in it is told at once."""
+    monkeypatch.chdir(tmp_path)
+    options = cli_options.parse(["--backend", "ray", "train.py"])
+    monkeypatch.setenv(settings.SUBMITTED, '{"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}}')
+    with pytest.raises(SpecError, match=r"'train\.py' is not in the folder that ray job submit has sent"):
+        ray_flags.check(options)
+    ray_flags.check(cli_options.parse(["--backend", "ray", "-m", "train"]))
+    # The command may have gone to a folder in there; Python's path has the whole of it.
+    (tmp_path / "sent").mkdir()
+    (tmp_path / "sent" / "train.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "sent")
+    ray_flags.check(options)
+    monkeypatch.setenv(settings.SUBMITTED, '{"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip", "image_uri": "a"}}')
+    ray_flags.check(cli_options.parse(["--backend", "ray", "other.py"]))
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -7,14 +7,18 @@ By hand, from the names of Ray's fields: idle ends, unschedulable, intended exit
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from dlrover_backends.ray import keeper
 from dlrover_backends.ray.endings import ending, observation
 from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
 from dlrover_core.diagnosis import signatures
-from dlrover_core.diagnosis.classify import of_platform
+from dlrover_core.diagnosis.classify import USAGE_WORD, of_platform
 from dlrover_core.diagnosis.ladder import proven
-from dlrover_core.runtime.backend import Observation
+from dlrover_core.runtime.backend import PRINTED, Observation
 
 DIED = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
 EOF = (
@@ -58,6 +62,29 @@ def host_died(why: str, message: str = "health check failed") -> dict[str, objec
         ),
         (died("WORKER_DIED", f"{DIED}Worker exits with an exit code 137."), "failed", 137, "killed by SIGKILL"),
         (
+            died(
+                "WORKER_DIED", f"{DIED}Worker exits with an exit code 137. The worker may have exceeded K8s pod memory"
+            ),
+            "failed",
+            137,
+            "killed by SIGKILL",
+        ),
+        (
+            died(
+                "WORKER_DIED",
+                f"{DIED}Worker exits with an exit code 2.\n noise {'x' * 400}\n{USAGE_WORD}script: 'a.py'\n",
+            ),
+            "failed",
+            2,
+            f"exit code 2{PRINTED}{USAGE_WORD}script: 'a.py'",
+        ),
+        (
+            died("WORKER_DIED", f"{DIED}Worker exits with an exit code 1.\n {'x' * 400}\nOSError: no space"),
+            "failed",
+            1,
+            f"exit code 1{PRINTED}xxx",
+        ),
+        (
             died("WORKER_DIED", "Worker exit type: INTENDED_USER_EXIT Worker exit detail: done"),
             "succeeded",
             0,
@@ -97,7 +124,35 @@ def test_a_death_cause(cause: dict[str, object], phase: str, code: int, reason: 
     seen = ending(cause)
     assert seen[:2] == (phase, code)
     assert seen[2].startswith(reason)
-    assert len(seen[2]) <= 300
+    assert len(seen[2].partition(PRINTED)[2] or seen[2]) <= 300
+
+
+def test_an_agents_last_words(tmp_path: Path) -> None:
+    """Ray is handed what the agent itself has written, without what was there before it; of no file, and no failure, nothing."""
+    with (tmp_path / "err").open("w+b", buffering=0) as err:
+        err.write(b"of Ray's own\n")
+        since = keeper.size_of(err.fileno())
+        assert keeper.last_words(err.fileno(), since) == ""
+        err.write(b"x" * 3000 + b"\nno such file\n")
+        words = keeper.last_words(err.fileno(), since)
+        assert words.endswith("x\nno such file")
+        assert len(words) < keeper.WORDS_MAX
+        err.truncate(0)
+        err.seek(0)
+        err.write(b"anew")
+        assert keeper.last_words(err.fileno(), since) == "anew", "the file was begun anew"
+    assert keeper.last_words(err_closed(), 0) == ""
+    ends = [keeper.ended(code, "words") for code in (2, 0, -9, None)]
+    assert [one.code for one in ends] == [2, 0, 137, 1]
+    assert [getattr(one, "unexpected_error_traceback", "") for one in ends] == ["words", "", "", ""]
+
+
+def err_closed() -> int:
+    """A descriptor that is none."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.close(writing)
+    return writing
 
 
 TABLE = signatures.table()

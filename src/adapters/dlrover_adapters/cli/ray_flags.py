@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from dlrover_adapters.cli.torchrun_flags import Given, Options
@@ -85,18 +87,17 @@ def named(options: Options) -> str | None:
 
 def check(options: Options) -> None:
     """Refuse a script that no node will have: that is not in its working directory, or not here. Raises `SpecError`."""
-    file = _runtime_env(options)
-    if not file:
+    file, script = _runtime_env(options), options.script
+    if script is None or options.module or options.no_python or not is_ray(options):
         return
     from dlrover_backends.ray import settings
 
-    env, script = (
-        settings.joined(settings.submitted(os.environ), settings.runtime_env(file, os.getcwd())),
-        options.script,
-    )
-    folder = env.get("working_dir")
-    if script is None or options.module or options.no_python:
+    outer = settings.submitted(os.environ)
+    if not file:
+        _check_submitted(outer, script)
         return
+    env = settings.joined(outer, settings.runtime_env(file, os.getcwd()))
+    folder = env.get("working_dir")
     if not env.keys() & _FOLDERS and not Path(script).exists():
         raise SpecError(
             "training_script",
@@ -112,6 +113,18 @@ def check(options: Options) -> None:
         raise SpecError(
             "training_script",
             f"{script!r} is not in {folder}, the working_dir of {file}: name it as it is called in there",
+        )
+
+
+def _check_submitted(env: Mapping[str, object], script: str) -> None:
+    """Under ``ray job submit`` Ray has unpacked here what nodes get, and Python's path names that folder. Raises `SpecError`."""
+    if env.keys() & _FOLDERS != {"working_dir"} or Path(script).is_absolute():
+        return
+    if not any(Path(folder, script).exists() for folder in (os.getcwd(), *sys.path)):
+        raise SpecError(
+            "training_script",
+            f"{script!r} is not in the folder that ray job submit has sent: name it as it is called in there, or submit with the "
+            "--working-dir that has it",
         )
 
 

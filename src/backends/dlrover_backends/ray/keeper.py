@@ -4,7 +4,8 @@ Ray ends an actor by SIGKILL, so the agent must die with it: it is started from 
 process's, with a death signal. Ray calls the constructor and the methods of the default concurrency group in the main thread;
 those of `ORDERS` run beside it, and may be called while `run` waits.
 
-The exit status of the agent is the actor's own: Ray writes it into the death cause, where every desk finds it.
+The exit status of the agent is the actor's own: Ray writes it into the death cause, where every desk finds it, and behind it
+what the agent printed last.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -24,6 +26,7 @@ from dlrover_backends.shared.process import LocalCommand, Started
 
 ORDERS = "orders"
 KILL_WAIT_S = 5.0
+STDERR, WORDS_MAX = 2, 2000
 OWN = ("OMP_NUM_THREADS",)
 """Variables that Ray sets for an actor's own process. An agent sets them for its workers."""
 
@@ -52,6 +55,7 @@ class Keeper:
         import ray
 
         self._lock = threading.RLock()  # a handler of signals may come between
+        self._words_from = size_of(STDERR)
         self._started = _start(Plan(**plan))
         self._killer: threading.Timer | None = None
         # Ray's own handler would end this process at once, and the agent with it.
@@ -75,7 +79,7 @@ class Keeper:
                 self._started.signal(signal.SIGKILL)
                 poll.unregister(host)
         code, _ = self._started.bury(KILL_WAIT_S)
-        sys.exit(1 if code is None else 128 - code if code < 0 else code)
+        raise ended(code, last_words(STDERR, self._words_from))
 
     def ready(self) -> int:
         """The agent's pid, once it runs."""
@@ -119,6 +123,41 @@ def _start(plan: Plan) -> Started:
 def command(arguments: Sequence[str]) -> tuple[str, ...]:
     """``dlrover-run`` with these words, by this process's interpreter. Raises `RuntimeError` where it is not installed."""
     return (sys.executable, "-u", _launcher(), "dlrover_adapters.cli.run", *arguments)
+
+
+def ended(code: int | None, words: str) -> SystemExit:
+    """How the actor ends. ``code``: the agent's, negative for a signal, None where it is unknown; ``words``: its last ones.
+
+    Ray writes into the death cause what it finds on the exception by a name of its own (private); without it, the status alone.
+    """
+    over = SystemExit(1 if code is None else 128 - code if code < 0 else code)
+    if words and code is not None and code > 0:
+        over.unexpected_error_traceback = words  # type: ignore[attr-defined]
+    return over
+
+
+def size_of(fd: int) -> int:
+    """How much has been written to a file; 0: it is none."""
+    try:
+        return os.fstat(fd).st_size
+    except OSError:
+        return 0
+
+
+def last_words(fd: int, since: int) -> str:
+    """The end of what was written to the file of a descriptor after so many bytes, at most `WORDS_MAX` of them.
+
+    Empty where it is no file: Ray gives a worker one for its stderr, which its agent shares.
+    """
+    try:
+        with Path(f"/proc/self/fd/{fd}").open("rb", buffering=0) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return ""
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(since, end - WORDS_MAX) if end >= since else 0)
+            return file.read(WORDS_MAX).decode(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def raylet() -> int:
