@@ -19,8 +19,9 @@ else:
     import tomli as tomllib
 
 FOLDER = Path(__file__).resolve().parents[1] / "corpus"
-TEACHING, HELDOUT, ASIDE, CHECKING = "teaching", "heldout", "aside", "checking"
-PARTS = (TEACHING, HELDOUT, ASIDE, CHECKING)
+TEACHING, HELDOUT, ASIDE, CHECKING, SECOND = "teaching", "heldout", "aside", "checking", "heldout2"
+DRAWN = (TEACHING, HELDOUT, ASIDE, CHECKING)  # a project's name says in which of them it is
+PARTS = (*DRAWN, SECOND)
 HELD_OF_TEN = 3
 RESERVED = "37"  # last figures of the threads that others judge by
 

@@ -10,10 +10,12 @@ import pytest
 from corpus import (
     ASIDE,
     CHECKING,
+    DRAWN,
     FOLDER,
     HELDOUT,
     PARTS,
     RESERVED,
+    SECOND,
     TEACHING,
     cases,
     causes,
@@ -52,13 +54,25 @@ def test_every_file_has_the_published_form(part: str) -> None:
             assert re.fullmatch(r"[a-z0-9-]+", row["id"]), where
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", DRAWN)
 def test_a_project_is_in_the_part_that_its_name_gives(part: str) -> None:
     """The split is by the project's name alone."""
     for case in cases(part):
         assert held_out(case.project) == (part in (HELDOUT, ASIDE)), case.project
         assert part != CHECKING or checks(case.project), case.project
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_source_is_its_projects(part: str) -> None:
+    """An incident's thread belongs to the project of its file."""
+    for case in cases(part):
         assert case.project.lower() in case.source.lower(), case.source
+
+
+def test_no_project_of_the_second_held_out_part_is_elsewhere() -> None:
+    """Nobody has seen a log of its sources before."""
+    others = {case.project.lower() for part in DRAWN for case in cases(part)}
+    assert not others & {case.project.lower() for case in cases(SECOND)}
 
 
 def test_no_project_teaches_and_checks() -> None:
@@ -102,6 +116,7 @@ def test_each_part_is_large_enough_to_say_something() -> None:
     assert len(cases(HELDOUT)) >= 12
     assert len(cases(ASIDE)) >= 10
     assert len(cases(CHECKING)) >= 30
+    assert len(cases(SECOND)) >= 10
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -132,11 +147,11 @@ def test_the_surroundings_are_the_same_each_time() -> None:
 
 def test_the_readme_counts_what_is_there() -> None:
     """The table of families is that of the files."""
-    counts = {part: Counter(case.family for case in cases(part)) for part in PARTS}
+    counts = {part: Counter(case.family for case in cases(part)) for part in DRAWN}
     told = re.findall(
         r"^\| ([a-z-]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$",
         (FOLDER / "README.md").read_text(encoding="utf-8"),
         re.MULTILINE,
     )
     families = sorted(set().union(*counts.values()))
-    assert told == [(of, *(str(counts[part][of]) for part in PARTS)) for of in families]
+    assert told == [(of, *(str(counts[part][of]) for part in DRAWN)) for of in families]
