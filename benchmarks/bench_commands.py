@@ -4,6 +4,7 @@ The real `Master` in this process, its real engine, the SQLite log on disk (sync
 have joined and train in one world; 64 senders, one per node, each with its numbered commands in a closed loop: an agent's
 `OfferStore` and `WithdrawStore` in turn, each one event. A sender sends its next command when it has the durable reply to
 the last. Measured over the whole trial, no warm-up left out: commands per second, and the time from `submit` to the reply.
+Python's garbage collector is set as `dlrover master` sets it.
 
 The peer, in turn: the same senders, commands, engine and log, but one event per SQLite transaction, as without group commit.
 For the record, not measured here: dlrover 0.6.1's gRPC master was timed at 2,100 requests/s on two cores, without durability.
@@ -26,6 +27,7 @@ import structlog
 from _bench import BROKEN, Result, Row, options, quantile, say
 from _leading import leading
 
+from dlrover_adapters.cli.collector import settle
 from dlrover_core import GroupSpec, JobSpec, open_log
 from dlrover_core.job import job, nodes, world
 from dlrover_core.job.state import CODEC
@@ -36,6 +38,7 @@ from dlrover_core.rules.model import MODEL
 from dlrover_core.testing.network import Network
 
 MEASURES = (
+    "src/adapters/dlrover_adapters/cli/collector.py",
     "src/dlrover_core/job",
     "src/dlrover_core/kernel",
     "src/dlrover_core/logs",
@@ -125,6 +128,7 @@ async def with_master(folder: Path, turns: int) -> Trial:
         leading(SPEC, log, Network().listener("master:1")) as master,
     ):
         await populate(master.submit)
+        settle()
         return await closed_loop(master.submit, log, turns)
 
 

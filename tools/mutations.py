@@ -67,7 +67,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("now = max(now, self.state.at)", "now = int(now)"),
         ("if origin.boot == known.retired:", "if origin.boot is None:"),
         ("        self._bytes = size\n", "        self._bytes = self._bytes\n"),
-        ("            del self._since_base[-dropped:]", "            del self._since_base[:0]"),
+        ("        self._sealed.append(batch.payload)", "        self._sealed[:] = [batch.payload]"),
     ),
     *_of(
         "dlrover_core/kernel/codec.py",

@@ -146,7 +146,8 @@ def _snapshot_early() -> Patches:
     true = engine.Engine.rebase
 
     def rebase(self: Any) -> bytes:
-        early = MODEL.fold(self._since_base[:-1], kernel_state.unpack(JobState, self._base))
+        base = kernel_state.unpack(JobState, self._base)
+        early = MODEL.fold(list(self._beyond(base.seq))[:-1], base)
         true(self)
         return kernel_state.pack(early)
 

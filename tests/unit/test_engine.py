@@ -427,6 +427,17 @@ def test_a_snapshot_is_the_base(engine: Engine[State]) -> None:
     assert snapshot == Engine(MODEL, CODEC, engine_module.unpack(State, snapshot), token=3).rebase()
 
 
+def test_a_base_in_mid_batch_has_what_was_decided_before_it(engine: Engine[State]) -> None:
+    """Falling back folds neither the records that it holds a second time, nor those of a batch that was sealed later."""
+    engine.handle(Count(("a",)), 1)
+    engine.rebase()
+    engine.handle(Count(("a",)), 2)
+    for _ in range(2):
+        engine.handle(Count(("b",), "raise"), 3)
+        assert engine.state.counter.counts == {"a": 2}
+        engine.take()
+
+
 def test_two_rules_cannot_decide_one_command() -> None:
     """A command has one decider."""
     with pytest.raises(ValueError, match="two rules decide Count"):

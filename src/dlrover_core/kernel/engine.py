@@ -13,8 +13,9 @@ from __future__ import annotations
 import dataclasses
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, Union
@@ -327,7 +328,8 @@ class Engine(Generic[St]):
         self._bytes = self._began = 0
         self._at = 0
         self._base = pack(state)
-        self._since_base: list[Record] = []
+        self._sealed: list[bytes] = []
+        self._sealed_records = 0
 
     @property
     def pending_bytes(self) -> int:
@@ -414,17 +416,20 @@ class Engine(Generic[St]):
         self.model.apply(self.state, record)
         self._records.append(record)
         self._entries.append(entry)
-        self._since_base.append(record)
         return record
 
     def _undo(self, records: int, entries: int, size: int) -> None:
         """Discard what the present command did: fold again from the last base."""
-        dropped = len(self._records) - records
         del self._records[records:], self._entries[entries:]
-        if dropped:
-            del self._since_base[-dropped:]
         self._bytes = size
-        self.state = self.model.fold(self._since_base, unpack(self.model.state_type, self._base))
+        base = unpack(self.model.state_type, self._base)
+        self.state = self.model.fold(self._beyond(base.seq), base)
+
+    def _beyond(self, seq: int) -> Iterator[Record]:
+        """The records after the last base. Sealed ones were kept as bytes, which the garbage collector need not walk."""
+        decoded = (record for payload in self._sealed for record in self.codec.decode(payload).records)
+        # A base may be made while a batch is in the making.
+        return (record for record in chain(decoded, self._records) if record.seq > seq)
 
     def take(self) -> Batch | None:
         """The batch of everything handled since the last take, or None."""
@@ -432,15 +437,17 @@ class Engine(Generic[St]):
             return None
         self.counter += 1
         batch = self.codec.seal(self.token, self.counter, self._at, self._records, self._entries)
+        self._sealed.append(batch.payload)
+        self._sealed_records += len(self._records)
         self._records, self._entries, self._bytes = [], [], 0
-        if len(self._since_base) >= REBASE_EVERY:
+        if self._sealed_records >= REBASE_EVERY:
             self.rebase()
         return batch
 
     def rebase(self) -> bytes:
         """Pack the state now: the base that failed commands fall back to, and what a snapshot stores."""
         self._base = pack(self.state)
-        self._since_base.clear()
+        self._sealed, self._sealed_records = [], 0
         return self._base
 
     def digest(self) -> str:
