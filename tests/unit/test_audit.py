@@ -15,6 +15,7 @@ from msgpack import packb
 from dlrover_adapters.cli.main import main
 from dlrover_core.data.cut import Place
 from dlrover_core.data.cut import pack as pack_cut
+from dlrover_core.data.ranges import Ranges
 from dlrover_core.data.streams import ENDLESS
 from dlrover_core.history import render, render_ledger, report_of
 from dlrover_core.history.audit import MISSING, TWICE, UNLIKE, Audit, Proof, proof_values
@@ -29,8 +30,9 @@ from dlrover_core.job.checkpoints import (
     ReportKeeping,
     ReportRestored,
 )
+from dlrover_core.job.leases import HearLease
 from dlrover_core.job.lineage import Lineage
-from dlrover_core.job.shards import RegisterDataset
+from dlrover_core.job.shards import LEASE, RegisterDataset
 from dlrover_core.job.state import CODEC
 from dlrover_core.kernel.log import Appended
 from dlrover_core.logs import open_log
@@ -361,6 +363,23 @@ def test_the_command_follows_until_the_job_ends(told: Told, tmp_path: Path, caps
     ]
     assert main(["data", "j", "-f", "--json", "--log", url]) == 0
     assert [json.loads(line)["samples"] for line in capsys.readouterr().out.splitlines()] == [0, 40, 80]
+
+
+def test_the_command_follows_leases_with_rate_and_time_left(
+    told: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the report has them."""
+    told.do(RegisterDataset(A, 1, "eval", SIZE, 7, "shuffled", "", 1, 0, LEASE))
+    told.do(HearLease(A, "eval", 80, 1, 0, Ranges().pack(), 0, Ranges().pack(), 1))
+    told.now += 10_000_000
+    told.do(HearLease(A, "eval", 0, 1, 0, Ranges([(0, 20)]).pack(), 0, Ranges().pack(), 1))
+    told.do(job.StopJob("home"))
+    for node in (A, B):
+        told.observe(node, "gone")
+    url = logged(told, tmp_path)
+    assert main(["data", "j", "--follow", "--log", url]) == 0
+    (said,) = (line for line in capsys.readouterr().out.splitlines() if "20 of 100 samples used, 60 held" in line)
+    assert said.endswith("worker: eval: 20 of 100 samples used, 60 held by 1 node (lease), 2.0 samples/s, 40.0 s left")
 
 
 @pytest.mark.parametrize("words", [["digits", "more"], ["prove", "digits"]])

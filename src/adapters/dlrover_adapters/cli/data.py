@@ -101,7 +101,8 @@ async def _follow(args: argparse.Namespace, source: read.Source) -> int:
 
     async for state, rows in _changes(source.log.follow(source.job)):
         for row in rows:
-            said = leased.row(row) if isinstance(row, leased.LeasedRow) else next(render_ledger.row([row]))
+            shown = leased.rows((row,)) if isinstance(row, leased.LeasedRow) else render_ledger.row([row])
+            said = next(shown)
             line = read.as_line(plain(row)) if args.json else f"{stamp(state.at)}  {said}"
             print(line, flush=True)
         if state.job.over:
