@@ -178,11 +178,14 @@ def stopped_for(lines: Sequence[Line], since: float, until: float) -> float:
     return max((after - before for before, after in pairwise(at) if after > since), default=0.0)
 
 
-def lost(lines: Sequence[Line], before: set[int]) -> int:
-    """How many steps were trained twice: the old world had gone further than the step at which the new one began."""
-    old = max(line.step for line in lines if line.what == "step" and line.pid in before)
-    new = min(line.step for line in lines if line.what == "step" and line.pid not in before)
-    return max(0, old + 1 - new)
+def twice(lines: Sequence[Line]) -> int:
+    """How many steps were trained again: a world had gone further than the step at which the next one began."""
+    top, again = 0, 0
+    for line in lines:
+        if line.what == "step" and line.rank == 0:
+            again += line.step <= top
+            top = max(top, line.step)
+    return again
 
 
 def now() -> float:

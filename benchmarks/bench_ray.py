@@ -7,10 +7,10 @@ workers write.
 
 - failing: from the command, with the cluster there, to the first step of both ranks; then SIGKILL to an actor's process;
 - worker: SIGKILL to a worker's process, whose actor lives on, and the same with our local backend (Ray Train's is its actor);
-- raylet: SIGKILL to the raylet of a rank's host, with a third host idle; until two ranks step again;
-- warm: the same, ours with ``--standby 1``, whose agent answers from the third host; Ray Train has no warm node;
-- drain: a rank's host is drained with a notice, a third host is idle, and the raylet is killed at the deadline. Counted are steps
-  that were made twice, and the longest time without a step;
+- raylet: SIGKILL to the raylet of a rank's host, with a third host idle; until two ranks step again. And the same, ours with
+  ``--standby 1``, whose agent answers from the third host; Ray Train has no warm node, so its figure is the same one;
+- drain: a rank's host is drained with a notice, and a third host is idle. The raylet is killed at the deadline, or as soon as two
+  ranks step elsewhere. Counted are steps that were made twice, and the longest time without a step;
 - room: a job of 1 to 2 nodes has one; a second host comes; until both ranks step;
 - away: the process with the cluster's state is killed and started again; a worker is killed meanwhile, and the same with our
   local backend. Counted are workers that were restarted otherwise; known again is all when a desk tells of all nodes anew;
@@ -29,6 +29,8 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -48,16 +50,17 @@ from _ray import (
     Ground,
     above,
     ground,
-    lost,
     now,
     ray_job,
     stepping,
     stopped_for,
+    twice,
 )
 from tools.benchmark_table import since
 
 from dlrover_adapters.http.client import fetch_status
-from dlrover_backends.shared import asking
+from dlrover_backends.ray.client import SOCKET
+from dlrover_backends.shared import asking, wire
 from dlrover_core import BackendContext, Listed
 from dlrover_core.errors import CoreError
 from dlrover_core.testing.backend_stand import make_launch
@@ -77,6 +80,8 @@ OWN = tuple(
 
 WORKER_S, HALF, WARM, START, DRAIN, ROOM, CORE, KNOWN_S = 0.1, 0.5, 0.25, 1.0, 0.3, 0.3, 5.0, 5.0
 CALM_STEPS = 20
+LOOK_S = 0.05
+"""So often the diary is read. Its lines have their own times; reading it oftener takes a core from what is measured."""
 BACK_LIMIT_S, ROOM_LIMIT_S = 90.0, 150.0
 SETTLE_S, CALM_AFTER_S = 2.0, 10.0
 MASTER = "dlrover-master"
@@ -90,9 +95,9 @@ KNOWN_LIMIT_S = 60.0
 
 def calm(job: Job, ranks: int, beside: set[int]) -> set[int]:
     """Wait until so many ranks have trained undisturbed for a while; the processes seen so far."""
-    at = stepping(job.until(lambda lines: stepping(lines, ranks, beside) > 0, 0.01), ranks, beside)
+    at = stepping(job.until(lambda lines: stepping(lines, ranks, beside) > 0, LOOK_S), ranks, beside)
     job.until(
-        lambda lines: sum(one.what == "step" and one.rank == 0 and one.at > at for one in lines) >= CALM_STEPS, 0.01
+        lambda lines: sum(one.what == "step" and one.rank == 0 and one.at > at for one in lines) >= CALM_STEPS, LOOK_S
     )
     return {one.pid for one in job.lines()}
 
@@ -104,7 +109,7 @@ def worker_of(job: Job, rank: int) -> int:
 
 def back(job: Job, ranks: int, beside: set[int], since: float, limit_s: float = BACK_LIMIT_S) -> float:
     """Seconds from ``since`` until so many new ranks have stepped."""
-    lines = job.until(lambda lines: stepping(lines, ranks, beside) > 0, 0.005, limit_s)
+    lines = job.until(lambda lines: stepping(lines, ranks, beside) > 0, LOOK_S, limit_s)
     return stepping(lines, ranks, beside) - since
 
 
@@ -121,7 +126,7 @@ def wait_until(job: Job, at: float) -> None:
     """Wait for a moment. Raises `Broken` where the job ends before it."""
     while now() < at:
         job.until(lambda _: True)
-        time.sleep(0.05)
+        time.sleep(LOOK_S)
 
 
 def master_mib(job: Job) -> float:
@@ -156,7 +161,7 @@ def failing(launcher: str) -> dict[str, float]:
     """Start; a killed actor."""
     found = {}
     with ground(2) as cluster, ray_job(launcher, cluster, "2:2") as job:
-        lines = job.until(lambda lines: stepping(lines, 2, set()) > 0, 0.005)
+        lines = job.until(lambda lines: stepping(lines, 2, set()) > 0, LOOK_S)
         found["start"] = stepping(lines, 2, set()) - job.started
         before = calm(job, 2, set())
         found["actor"] = back(job, 2, before, killed(actor_of(worker_of(job, 1))))
@@ -172,13 +177,9 @@ def worker(kills: int) -> dict[str, float]:
 
 
 def raylet(launcher: str) -> dict[str, float]:
-    """A raylet is killed; there is room elsewhere."""
-    return {"raylet": _raylet(launcher)}
-
-
-def warm(launcher: str) -> dict[str, float]:
-    """A raylet is killed; a warm node of ours is elsewhere."""
-    return {"warm": _raylet(launcher, *(("--standby", "1") if launcher == OURS else ()))}
+    """A raylet is killed; there is room elsewhere, and the second time a warm node of ours."""
+    found = _raylet(launcher)
+    return {"raylet": found, "warm": _raylet(launcher, "--standby", "1") if launcher == OURS else found}
 
 
 def _raylet(launcher: str, *options: str) -> float:
@@ -212,16 +213,35 @@ def victim(job: Job, cluster: Ground) -> str:
 def drained(launcher: str, notice_s: float) -> dict[str, float]:
     """A host is drained, and goes at its deadline."""
     with ground(3) as cluster, ray_job(launcher, cluster, "1:2") as job:
-        before = calm(job, 2, set())
+        calm(job, 2, set())
         host = victim(job, cluster)
         at = float(cluster.order("drain", host=host, notice_s=notice_s))
-        wait_until(job, at + notice_s)
-        cluster.order("kill", host=host)
-        lines = job.until(lambda lines: stepping(lines, 2, before) > 0, 0.01, BACK_LIMIT_S)
-        until = stepping(lines, 2, before) + SETTLE_S
-        lines = job.until(lambda lines: lines[-1].at > until, 0.01, BACK_LIMIT_S)
+        left = 0.0
+        while now() < at + notice_s and not left:
+            time.sleep(LOOK_S)
+            left = elsewhere(job, cluster, host)
+        back_at, killed_at = left, float(cluster.order("kill", host=host))
+        while not back_at:
+            time.sleep(LOOK_S)
+            back_at = elsewhere(job, cluster, host)
+            if now() > killed_at + BACK_LIMIT_S:
+                raise Broken(f"no two ranks step {BACK_LIMIT_S:g} s after the drained host has gone")
+        until = max(back_at, killed_at) + SETTLE_S
+        lines = job.until(lambda lines: lines[-1].at > until, LOOK_S, BACK_LIMIT_S)
         name = f"drain-{notice_s:g}"
-        return {f"{name}-lost": float(lost(lines, before)), f"{name}-stood": stopped_for(lines, at, until)}
+        found = {f"{name}-lost": float(twice(lines)), f"{name}-stood": stopped_for(lines, at, until)}
+        return found | {f"{name}-left": left - at if left else notice_s}
+
+
+def elsewhere(job: Job, cluster: Ground, host: str) -> float:
+    """When two ranks had stepped whose processes are on other hosts; 0: they do not."""
+    lines = job.until(lambda _: True)
+    newest = {worker_of(job, rank) for rank in (0, 1)}
+    at = stepping(lines, 2, {one.pid for one in lines} - newest)
+    try:
+        return at if at and all(cluster.host_of(pid) != host for pid in newest) else 0.0
+    except Broken:  # one of them has just ended
+        return 0.0
 
 
 def room(launcher: str) -> dict[str, float]:
@@ -322,11 +342,13 @@ def observing(folder: str, address: str, nodes: int, living: int, seconds: float
             running |= {node.name for node in found if node.phase == "running"}
         waiting = asyncio.ensure_future(anext(seen))
         await asyncio.sleep(SETTLE_S)
-        desk = (large._desk or small._desk).pid  # one for both
+        desk = serving(folder)
         before, spent, began = time.process_time(), ticks(desk), time.perf_counter()
         await asyncio.wait({waiting}, timeout=seconds)
         took = time.perf_counter() - began
         own, theirs = time.process_time() - before, (ticks(desk) - spent) / os.sysconf("SC_CLK_TCK")
+        if serving(folder) != desk:
+            raise Broken(f"the desk, process {desk}, has ended meanwhile")
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         return {"core": 100 * (own + theirs) / took, "desk": 100 * theirs / took, "mib": memory_mib(), "seconds": took}
@@ -338,6 +360,14 @@ def memory_mib(pid: int | str = "self") -> float:
     """Resident memory of a process, in MiB; of this one, if none is named."""
     pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def serving(folder: str) -> int:
+    """The desk's process: whoever listens there, since a desk that has died is followed by another one. Raises `OSError`."""
+    with socket.socket(socket.AF_UNIX) as asking_it, wire.short(Path(folder, SOCKET)) as name:
+        asking_it.connect(name)
+        told = asking_it.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", told)[0])
 
 
 def ticks(pid: int) -> int:
@@ -352,10 +382,9 @@ def ticks(pid: int) -> int:
 STORIES: dict[str, Callable[[str], dict[str, float]]] = {
     "failing": failing,
     "raylet": raylet,
-    "warm": warm,
     "room": room,
 }
-PARTS = {"failing": "actor", "worker": "worker", "raylet": "raylet", "warm": "warm", "drain": "drain-{notice:g}-stood"}
+PARTS = {"failing": "actor", "worker": "worker", "raylet": "warm", "drain": "drain-{notice:g}-stood"}
 PARTS |= {"room": "room", "away": "away", "idle": "core"}
 """By each part a figure that all of its trials have."""
 OURS_ALONE = ("worker", "idle")
@@ -367,6 +396,7 @@ def trial(part: str, chosen: argparse.Namespace) -> dict[str, dict[str, float]]:
     """One round of a part: every launcher in turn."""
     found: dict[str, dict[str, float]] = {}
     for launcher in chosen.under:
+        began = now()
         if part in OURS_ALONE and launcher != OURS:
             continue
         if part == "worker":
@@ -379,7 +409,8 @@ def trial(part: str, chosen: argparse.Namespace) -> dict[str, dict[str, float]]:
             found[launcher] = away(launcher, chosen.away)
         else:
             found[launcher] = STORIES[part](launcher)
-        say(f"{part} {launcher}: " + ", ".join(f"{name} {value:.2f}" for name, value in found[launcher].items()))
+        told = ", ".join(f"{name} {value:.2f}" for name, value in found[launcher].items())
+        say(f"{part} {launcher}, in {now() - began:.0f} s: {told}")
     return found
 
 

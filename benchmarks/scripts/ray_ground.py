@@ -73,6 +73,7 @@ def main() -> None:
 
     for _ in range(hosts):
         add()
+    cluster.wait_for_nodes()
     print(json.dumps({"pid": os.getpid(), "address": cluster.address}), file=out, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line)), default=str), file=out, flush=True)
