@@ -25,6 +25,7 @@ from dlrover_adapters.cli.meeting import parse_endpoint
 from dlrover_core.errors import LaunchRefused, SpecError
 
 if TYPE_CHECKING:
+    from dlrover_adapters.cli.ahead_master import AheadMaster
     from dlrover_adapters.cli.settings import Settings
     from dlrover_adapters.cli.torchrun_flags import Options
     from dlrover_core.runtime.backends import Choice
@@ -37,8 +38,8 @@ UNFINISHED = (70, 75)
 EVERYWHERE = "0.0.0.0"  # noqa: S104  # nodes are on other hosts, and show a token
 
 
-def run(options: Options, settings: Settings, choice: Choice) -> int:
-    """Lead the job until it is over; the exit status. Raises `SpecError`."""
+def run(options: Options, settings: Settings, choice: Choice, first: AheadMaster | None = None) -> int:
+    """Lead the job until it is over; the exit status. ``first``: a process to be the first master. Raises `SpecError`."""
     from dlrover_adapters.http.token import load_token, loopback_token
 
     directory = Path(settings.directory)
@@ -50,10 +51,12 @@ def run(options: Options, settings: Settings, choice: Choice) -> int:
         _listening(options.bind or EVERYWHERE, directory) as port,
         scratch.folder(settings.mark, claim) as folder,
     ):
-        return asyncio.run(_lead(options, settings.placed(folder), token, port))
+        return asyncio.run(_lead(options, settings.placed(folder), token, port, first))
 
 
-async def _lead(options: Options, settings: Settings, token: str, port: socket.socket) -> int:
+async def _lead(
+    options: Options, settings: Settings, token: str, port: socket.socket, first: AheadMaster | None
+) -> int:
     from dlrover_adapters.cli import lead
     from dlrover_adapters.cli.supervisor import NoNodes
     from dlrover_adapters.http.tls import dialled
@@ -69,7 +72,7 @@ async def _lead(options: Options, settings: Settings, token: str, port: socket.s
     if not (pod and (Path(settings.directory) / "settings.json").exists()):
         await _check(settings, token)  # a master that follows another one in its pod hurries: its rights are the same
     how = lead.How(cli_options.shows_progress(options), cli_options.where(options), leaves=pod, pod=pod, apart=not pod)
-    how = how._replace(place=in_pod.place(options))
+    how = how._replace(place=in_pod.place(options), first=first)
     showing = None if pod else asyncio.ensure_future(_show(settings, token))
     try:
         async with ray_attached.outlived(options, settings, token) as end:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,7 @@ def chosen(options: Options) -> Choice | None:
     _check(options)
     _check_standbys(options, choice)
     ray_flags.check(options)
+    importlib.import_module("dlrover_adapters.telemetry.light")
     # Made of nothing that counts: a class that does not fit, and arguments that it refuses, end the command here.
     blank = backends.BackendContext("job", "", ("127.0.0.1:1",), "", ("true",), cwd=os.getcwd(), args=choice.args)
     backends.make(backends.find(choice, OURS), blank, choice.text)

@@ -13,10 +13,10 @@ import time
 from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Union
 
 from dlrover_adapters.cli import ending, settle, upkeep
-from dlrover_adapters.cli.line import Line
+from dlrover_adapters.cli.ahead_master import AheadMaster
 from dlrover_adapters.cli.places import said_when_slow, shown
 from dlrover_adapters.cli.settings import EX_AGAIN, EX_FATAL, Settings
 from dlrover_adapters.cli.settle import LOOK_AGAIN_S
@@ -43,7 +43,7 @@ class How(NamedTuple):
     One that ``leaves`` hands the job over at SIGTERM, and where its log is shared at any signal: its nodes are all elsewhere.
     ``pod``: whoever keeps us is told by our status that a log cannot be led. ``apart``: where another scheduler has no
     place for nodes, people are told. ``place``: what `dlrover` calls the job on other hosts, where our log is in a pod or an
-    actor; empty: its name and ``where``.
+    actor; empty: its name and ``where``. ``first``: a process that was started ahead to be the first master.
     """
 
     progress: bool = False
@@ -53,6 +53,7 @@ class How(NamedTuple):
     pod: bool = False
     apart: bool = False
     place: str = ""
+    first: Union[AheadMaster, None] = None
 
 
 async def supervise(settings: Settings, token: str, port: socket.socket, nodes: Nodes, how: How) -> int:
@@ -61,7 +62,9 @@ async def supervise(settings: Settings, token: str, port: socket.socket, nodes: 
     with kept(token, folder, link):
         settings.write()
         print(f"{how.command}: job {settings.job.job}", file=sys.stderr)
-        supervisor = Supervisor(settings, token, port, nodes, how.command, leaves=_leaves(settings, how))
+        supervisor = Supervisor(
+            settings, token, port, nodes, how.command, leaves=_leaves(settings, how), first=how.first
+        )
         listen_to_signals(settings, supervisor)
         try:
             async with (
@@ -104,6 +107,7 @@ async def _shown(settings: Settings, token: str, port: socket.socket, how: How) 
     if not (how.progress or settings.shared or how.apart):
         yield
         return
+    from dlrover_adapters.cli.line import Line
     from dlrover_adapters.http.tls import pinned
 
     line, standing = Line(settings.job.job), Standing(settings.job.job, settings.masters[0])
@@ -188,6 +192,8 @@ def _elsewhere(settings: Settings, error: LogError) -> SpecError:
 
 async def check_token(settings: Settings, token: str, encryption: ssl.SSLContext | None) -> None:
     """Raises `SpecError` where the leader that `probed` has found has another token: once we led, agents would be refused."""
+    if not settings.masters:
+        return  # nobody leads: the client is not even loaded, which takes longer than all else here
     from dlrover_adapters.http.client import fetch_status
 
     for address in settings.masters:

@@ -26,7 +26,7 @@ from dlrover_adapters.telemetry import light  # noqa: F401  # first of all
 
 import structlog
 
-from dlrover_adapters.cli import asking, backends, platform_away, policies, told
+from dlrover_adapters.cli import ahead_master, asking, backends, platform_away, policies, told
 from dlrover_adapters.cli.collector import settle
 from dlrover_adapters.cli.settings import (
     EX_AGAIN,
@@ -83,6 +83,26 @@ class Ends(NamedTuple):
 
 def main() -> int:
     """Serve one job until it is over."""
+    words = sys.argv[1:]
+    if ahead_master.AHEAD in words:
+        ahead = _ahead_parser().parse_args(words)
+        _die_with(ahead.parent)
+        words = ahead_master.told(ahead.ahead, ahead.load)
+        if not words:
+            return EX_AGAIN
+    options = _parser().parse_args(words)
+    _die_with(options.parent)
+    settings = Settings.read(options.config)
+    holder = settings.holder(os.getpid(), options.number)
+    set_up(Path(settings.control_log), settings.log_level, role="master", holder=holder)
+    # Ctrl-C reaches the whole foreground group; only the launcher decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settle()
+    ends = Ends(options.fd, options.asked, options.stop)
+    return run_threaded(lambda: asyncio.run(_run(settings, ends, holder, options.dead, quiet=options.quiet)), EX_AGAIN)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dlrover-master")
     parser.add_argument("--config", required=True)
     parser.add_argument("--job", required=True)
@@ -93,16 +113,16 @@ def main() -> int:
     parser.add_argument("--stop", type=int, required=True)
     parser.add_argument("--dead", action="append", default=[])
     parser.add_argument("--quiet", action="store_true", help="while it stands by, another master answers at this port")
-    options = parser.parse_args()
-    _die_with(options.parent)
-    settings = Settings.read(options.config)
-    holder = settings.holder(os.getpid(), options.number)
-    set_up(Path(settings.control_log), settings.log_level, role="master", holder=holder)
-    # Ctrl-C reaches the whole foreground group; only the launcher decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    settle()
-    ends = Ends(options.fd, options.asked, options.stop)
-    return run_threaded(lambda: asyncio.run(_run(settings, ends, holder, options.dead, quiet=options.quiet)), EX_AGAIN)
+    return parser
+
+
+def _ahead_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dlrover-master")
+    parser.add_argument(ahead_master.AHEAD, type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--job", required=True, help="for who looks at processes")
+    parser.add_argument("--load", action="append", default=[])
+    return parser
 
 
 def _die_with(parent: int) -> None:

@@ -18,6 +18,7 @@ from dlrover_adapters.cli.torchrun_flags import Options
 from dlrover_core.errors import CoreError, LogUnavailable, SpecError
 
 if TYPE_CHECKING:
+    from dlrover_adapters.cli.ahead_master import AheadMaster
     from dlrover_adapters.cli.meeting import Meeting
     from dlrover_adapters.cli.settings import Settings
 
@@ -90,6 +91,16 @@ def _be_node(options: Options) -> int:
 
 
 def _run(options: Options) -> int:
+    if not in_pod.is_pod(options):
+        return _run_as(options, None)
+    from dlrover_adapters.cli import ahead_master
+
+    modules = ahead_master.modules(str(options.backend), options.log or "")
+    with ahead_master.started(str(options.job_id), modules, os.environ) as master:
+        return _run_as(options, master)
+
+
+def _run_as(options: Options, master: AheadMaster | None) -> int:
     from dlrover_adapters.cli import ahead
 
     before.check_kernel()
@@ -116,7 +127,7 @@ def _run(options: Options) -> int:
         from dlrover_adapters.cli import apart
 
         say_unused(options)
-        return apart.run(options, settings, choice)
+        return apart.run(options, settings, choice, master)
     token = _token(options, meeting, Path(settings.directory))
     if options.detach:
         return _detach(options, settings, token, found)

@@ -21,7 +21,6 @@ from dlrover_core.job.job import JobSlice
 from dlrover_core.job.operations import sizes
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.log import EventLog, Leadership
-from dlrover_core.runtime.beginning import begin, resize
 from dlrover_core.runtime.restoring import caught_up, restored
 
 LOOK_AGAIN_S = 0.1
@@ -89,6 +88,8 @@ async def taken_up(settings: Settings, event_log: EventLog, lead: Leadership) ->
             _say(f"job {job.name} is alive in the log as run {job.run}: run {settings.run} takes its place")
         elif other:
             _say(f"job {job.name} is alive in the log, with other settings: a new run takes its place: {listed(other)}")
+        from dlrover_core.runtime.beginning import begin  # all rules, which a run that goes on does not need here
+
         await begin(lead, state, settings.run, settings.spec, time.time_ns() // 1000)
         return settings
     except NotLeading:
@@ -103,6 +104,8 @@ async def _go_on(settings: Settings, event_log: EventLog, lead: Leadership, stat
     asked = await resizing(event_log, state, settings.spec)
     if not asked:
         return
+    from dlrover_core.runtime.beginning import resize
+
     try:
         await resize(lead, state, asked, time.time_ns() // 1000)
     except Refused as refused:

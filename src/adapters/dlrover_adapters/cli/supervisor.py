@@ -18,12 +18,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import structlog
 
 from dlrover_adapters.agent import signals
 from dlrover_adapters.agent.spawn import module_command
+from dlrover_adapters.cli import ahead_master
+from dlrover_adapters.cli.ahead_master import Descriptors
 from dlrover_adapters.cli.asking import Asking, on_terminal
 from dlrover_adapters.cli.scratch import MARK
 from dlrover_adapters.cli.settings import EX_FATAL, EX_OVER, EX_UNRECORDED, EX_UNRESTARTED, EX_UNSTORED, Settings
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     import ssl
 
 log = structlog.get_logger("dlrover.launcher")
+
+_Process = Union[asyncio.subprocess.Process, ahead_master.AheadMaster]
 
 CRASHES_MAX, CRASH_WINDOW_S = 20, 10.0
 BACK_OFF_S = 0.5
@@ -116,7 +120,10 @@ class NoNodes:
 
 
 class Supervisor:
-    """One run, from start to end. The signals at which it ``leaves`` ask it to hand the job over, not to stop it."""
+    """One run, from start to end. The signals at which it ``leaves`` ask it to hand the job over, not to stop it.
+
+    ``first``: a process that was started ahead to be the first master.
+    """
 
     def __init__(
         self,
@@ -127,13 +134,15 @@ class Supervisor:
         command: str = "dlrover-run",
         *,
         leaves: Collection[signal.Signals] = (),
+        first: ahead_master.AheadMaster | None = None,
     ) -> None:
+        self._first = first
         self._settings, self._token, self._port, self._host = settings, token, port, host
         self._command, self._leaves = command, leaves
         # Files in memory: whatever becomes of the disk, masters can be started, and told to stop the job.
         self._papers = self._stop = -1
         self._say = on_terminal(command)
-        self._masters: dict[int, asyncio.subprocess.Process] = {}
+        self._masters: dict[int, _Process] = {}
         self._unforked = 0
         self._over, self._doubt = asyncio.Event(), asyncio.Event()
         self._crashes: list[float] = []
@@ -261,30 +270,8 @@ class Supervisor:
             asking.close()
 
     async def _living_master(self, number: int, asking: Asking) -> int:
-        fd, began = self._port.fileno(), asyncio.get_running_loop().time()
-        process = await asyncio.create_subprocess_exec(
-            *module_command("dlrover_adapters.cli.master"),
-            "--config",
-            f"/proc/self/fd/{self._papers}",
-            "--stop",
-            str(self._stop),
-            "--job",
-            self._settings.job.job,
-            "--fd",
-            str(fd),
-            "--parent",
-            str(os.getpid()),
-            "--number",
-            str(number),
-            "--asked",
-            str(asking.theirs.fileno()),
-            *(("--quiet",) if self._masters else ()),
-            *(word for _, holder in self._dead for word in ("--dead", holder)),
-            stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=(fd, self._papers, self._stop, asking.theirs.fileno()),
-            env={**os.environ, "DLROVER_TOKEN": self._token, MARK: self._settings.mark},
-            start_new_session=True,
-        )
+        began = asyncio.get_running_loop().time()
+        process = await self._begun(number, asking)
         self._masters[process.pid] = process
         asking.begin(process.pid, functools.partial(self._kill, process))
         if self.left:
@@ -301,6 +288,26 @@ class Supervisor:
             if len(self._dead) > DEAD_MAX:
                 self._dead.remove(min(self._dead))
 
+    async def _begun(self, number: int, asking: Asking) -> _Process:
+        """The process of a master: that which was started ahead, unless it is dead, or a new one. Raises `OSError`."""
+        words = ["--job", self._settings.job.job, "--parent", str(os.getpid()), "--number", str(number)]
+        words += ["--quiet"] if self._masters else []
+        words += [word for _, holder in self._dead for word in ("--dead", holder)]
+        env = {"DLROVER_TOKEN": self._token, MARK: self._settings.mark}
+        own = Descriptors(self._port.fileno(), self._papers, self._stop, asking.theirs.fileno())
+        first, self._first = self._first, None
+        if first is not None and first.tell(words, env, own):
+            return first
+        return await asyncio.create_subprocess_exec(
+            *module_command(ahead_master.MODULE),
+            *words,
+            *own.words(),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=own,
+            env={**os.environ, **env},
+            start_new_session=True,
+        )
+
     def _after_hung(self, leads: bool) -> str:
         """What follows when a master that hangs is killed, for people."""
         if not leads:
@@ -310,12 +317,12 @@ class Supervisor:
         return "the one in reserve leads" if len(self._masters) > 1 else "a new one is started"
 
     @staticmethod
-    def _ask(process: asyncio.subprocess.Process) -> None:
+    def _ask(process: _Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
 
     @staticmethod
-    def _kill(process: asyncio.subprocess.Process) -> None:
+    def _kill(process: _Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dlrover_core.errors import SpecError
 
 
@@ -20,6 +18,8 @@ def read_file(path: str, field: str) -> Any:
 
 def read_all(path: str, field: str) -> list[Any]:
     """All documents of a YAML or JSON file. Raises `SpecError`."""
+    import yaml  # masters in pods have no template in a file, and must be quick to lead
+
     try:
         return list(yaml.safe_load_all(Path(path).read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError) as error:
@@ -30,6 +30,8 @@ def read_all(path: str, field: str) -> list[Any]:
 
 def written(objects: list[dict[str, Any]]) -> str:
     """Objects as a YAML stream, which ``kubectl apply -f -`` takes."""
+    import yaml
+
     return "".join(
         f"---\n{yaml.safe_dump(one, sort_keys=False, default_flow_style=False, allow_unicode=True)}" for one in objects
     )
