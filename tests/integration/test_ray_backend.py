@@ -180,16 +180,47 @@ def test_actors_that_do_not_end_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert removed == ["dlrover:j:r/"]
 
 
+@contextlib.asynccontextmanager
+async def published(ground: RayGround, run: Run) -> AsyncIterator[dict[str, list[str]]]:
+    """The states of the run's actors as the cluster publishes them meanwhile, by their names, each once."""
+    from dlrover_backends.ray import private
+
+    states: dict[str, list[str]] = {}
+    begun = asyncio.Event()
+
+    async def heard() -> None:
+        async with contextlib.aclosing(private.published(ground.address, run.space)) as news:
+            async for told in news:
+                begun.set()
+                for one in told.actors:
+                    known = states.setdefault(one.name, [])
+                    known += [] if one.state in known else [one.state]
+
+    hearing = asyncio.ensure_future(heard())
+    try:
+        await asyncio.wait([hearing, asyncio.ensure_future(begun.wait())], return_when=asyncio.FIRST_COMPLETED)
+        assert not hearing.done(), hearing.exception()
+        yield states
+        assert not hearing.done(), hearing.exception()
+    finally:
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+
+
 def test_a_node_from_its_launch_to_its_end(ground: RayGround, tmp_path: Path) -> None:
     """What a backend promises, in one run: started once, seen to die and why, never again, waiting is told, deleted is gone.
 
-    The desk is killed in between: the next one finds everything.
+    The desk is killed in between: the next one finds everything. All of it is published by the cluster too.
     """
     here = context(ground, tmp_path)
     first, second, other, wrong = (make_launch(index) for index in range(4))
 
     async def told() -> None:
-        async with running(here) as backend, watching(backend) as watch:
+        async with (
+            running(here) as backend,
+            watching(backend) as watch,
+            published(ground, Run(here.job, here.run)) as states,
+        ):
             assert not watch.nodes
             await asyncio.gather(*(backend.launch(one, 7) for one in (first, first, second)))
             seen = await watch.running(first.name, second.name)
@@ -203,7 +234,9 @@ def test_a_node_from_its_launch_to_its_end(ground: RayGround, tmp_path: Path) ->
             os.kill(parent_of(agent), signal.SIGKILL)
             dead = await watch.over(second.name)
             assert dead.reason.startswith("WORKER_DIED: Worker unexpectedly exits"), dead
-            assert processes_of(here.run) == []
+            await asyncio.to_thread(
+                eventually, lambda: not processes_of(here.run), "the end of an agent without keeper"
+            )
             # Whoever holds nothing loses nothing.
             os.kill(desk_of(tmp_path), signal.SIGKILL)
             await backend.launch(first, 7)
@@ -226,6 +259,10 @@ def test_a_node_from_its_launch_to_its_end(ground: RayGround, tmp_path: Path) ->
             await backend.delete(other.name, 8, 5.0)
             await backend.delete(second.name, 8, 0.0)
             assert set(await watch.gone(other.name, second.name)) == {first.name, wrong.name}
+            assert states == {
+                one.name: ["DEPENDENCIES_UNREADY", "PENDING_CREATION", "ALIVE", "DEAD"]
+                for one in (first, second, other, wrong)
+            }
             with pytest.raises(LaunchRefused) as refused:
                 await backend.launch(other, 8)
             assert refused.value.permanent
@@ -295,14 +332,17 @@ def test_a_standby_becomes_a_node(ground: RayGround, tmp_path: Path) -> None:
         async with running(here) as backend, watching(backend) as watch:
 
             async def stands(number: int) -> int:
-                """The agent of the standby with this number, once it is there; meanwhile a master leads."""
-                actor = f"{here.job}-{first.group}-standby-{number}"
+                """The agent of the standby with this number, once Ray calls its actor alive; meanwhile a master leads."""
+                actor, space = f"{here.job}-{first.group}-standby-{number}", Run(here.job, here.run).space
 
                 def found() -> list[int] | None:
                     loop.call_soon_threadsafe(backend.heard, (f"standby:{actor}",))
                     return processes_of(here.run, with_env=f"{SEAT}={actor}") or None
 
                 [pid] = await asyncio.to_thread(eventually, found, f"the standby {actor}")
+                await asyncio.to_thread(
+                    eventually, lambda: actor in ground.order("named", namespace=space), f"Ray's word for {actor}"
+                )
                 return int(pid)
 
             await backend.sized(wanted, 7)

@@ -139,7 +139,7 @@ class Ground:
         monkeypatch.setattr(private, "keys", lambda prefix: [one for one in self.store if one.startswith(prefix)])
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now, time=time.time))
 
-    def look(self) -> Snapshot:
+    def look(self, **_: bool) -> Snapshot:
         """As `Cluster.look`."""
         hosts = {"a": Host("a", "host-a")}
         return Snapshot(dict(self.actors), hosts, dict(self.groups), dict(self.standbys), frozenset(self.retired))

@@ -19,7 +19,7 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dlrover_backends.ray import fencing, names, private, settings
+from dlrover_backends.ray import fencing, names, private, settings, tables
 from dlrover_backends.ray.deletions import Deletions
 from dlrover_backends.ray.keeper import ORDERS, Keeper
 from dlrover_backends.ray.names import Run
@@ -92,6 +92,7 @@ class Cluster:
 
     ``address``: of the cluster's state service, once it is connected
     ``ended``: ids of hosts whose raylet has ended, though Ray does not know it yet; no node is placed there
+    ``kept``: what is known of the cluster's tables
     ``seating``: which nodes standbys are; ``deletions``: the names that are used up
     """
 
@@ -99,6 +100,8 @@ class Cluster:
         self.run, self.address = run, ""
         self.ended: set[str] = set()
         self.seating, self.deletions = Seating(run), Deletions(run)
+        source = tables.Source(lambda: private.actors(self.run.space), _hosts, lambda: groups(self.run.space + "/"))
+        self.kept = tables.Kept(run, source)
 
     def connect(self, address: str) -> None:
         """Join the cluster as a driver. Raises whatever Ray does: `faults.of_connect` knows what it means."""
@@ -119,34 +122,19 @@ class Cluster:
 
     # ---- what is there
 
-    def look(self) -> Snapshot:
-        """All of the run as it is now."""
-        drains = private.draining()
-        hosts = {
-            one["NodeID"]: Host(
-                one["NodeID"],
-                one.get("NodeName") or one["NodeManagerAddress"],
-                one["NodeManagerAddress"],
-                bool(one["Alive"]),
-                one.get("Resources") or {},
-                one.get("Labels") or {},
-                drains.get(one["NodeID"]),
-                int(one.get("NodeManagerPort") or 0),
-            )
-            for one in ray.nodes()
-        }
+    def look(self, *, anew: bool = True) -> Snapshot:
+        """All of the run as it is now. ``anew``: nothing that was published counts, and all tables are read."""
+        drains, known = private.draining(), self.kept.read(anew=anew)
+        hosts = {one.id: one._replace(drain_ms=drains[one.id]) if one.id in drains else one for one in known.hosts}
         actors, standbys, retired = dict[str, Actor](), dict[str, Actor](), set[str]()
-        for actor in private.actors(self.run.space):
-            if actor.namespace != self.run.space:
-                continue
+        for actor in known.actors:
             node = self.seating.taker(actor.name) if names.is_standby(actor.name) else actor.name
             if not node:
                 standbys[actor.name] = actor
                 retired.update({actor.name} if node == RETIRED else ())
             elif node not in actors or not actor.is_dead:
                 actors[node] = actor if node == actor.name else actor._replace(name=node, seat=actor.name)
-        found = {one.name: one for one in groups(self.run.space + "/")}
-        return Snapshot(actors, hosts, found, standbys, frozenset(retired))
+        return Snapshot(actors, hosts, {one.name: one for one in known.groups}, standbys, frozenset(retired))
 
     def free(self) -> Mapping[str, Mapping[str, float]]:
         """The resources that each host has left, by its id."""
@@ -345,6 +333,22 @@ class Cluster:
         if living:
             raise StillAlive(self.run, [actor.called for actor in living], bound_s)
         private.remove(self.run.space + "/")
+
+
+def _hosts() -> list[Host]:
+    """The cluster's hosts; whether one is drained is not said here."""
+    return [
+        Host(
+            one["NodeID"],
+            one.get("NodeName") or one["NodeManagerAddress"],
+            one["NodeManagerAddress"],
+            bool(one["Alive"]),
+            one.get("Resources") or {},
+            one.get("Labels") or {},
+            port=int(one.get("NodeManagerPort") or 0),
+        )
+        for one in ray.nodes()
+    ]
 
 
 def _remove(group: Group) -> None:

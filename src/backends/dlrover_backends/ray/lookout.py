@@ -1,7 +1,8 @@
-"""What the desk sees of a run: the cluster's own tables, read once a second and whenever an actor tells news.
+"""What the desk sees of a run: the cluster's own tables, whenever their changes are published (`tables`), and once a second.
 
-A call that an actor answers when it is ready, and one that it answers at its end, make both known at once. Reading the tables
-remains: they alone say how it ended, and nothing that was missed stays unknown for longer than a second.
+A call that an actor answers when it is ready says that its host can be reached from here; one that it answers at its end alone
+fails where it is out of reach, long before Ray knows. Once a second is asked what nobody publishes: which hosts are drained, and
+what other desks have deleted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from dlrover_backends.ray import endings
+from dlrover_backends.ray import endings, tables
 from dlrover_backends.ray.records import Actor, Place, Snapshot
 from dlrover_backends.ray.seating import GRACE_S
 from dlrover_backends.shared.observers import Observer
@@ -62,14 +63,19 @@ class Lookout:
 
     async def run(self) -> None:
         """Look until cancelled."""
-        while True:
-            began = time.monotonic()
-            try:
-                await self.look()
-            except Exception as error:  # noqa: BLE001  # Ray raises anything; while its state service is away nothing is news
-                log.warning("the cluster cannot be looked at", error=f"{type(error).__name__}: {error}")
-            await any_within(max(LOOK_S, LOOK_SHARE * (time.monotonic() - began)), self._wake)
-            self._wake.clear()
+        following = asyncio.ensure_future(tables.follow(self._cluster.kept, self._cluster.address, self.wake))
+        try:
+            while True:
+                began = time.monotonic()
+                try:
+                    await self.look(anew=False)
+                except Exception as error:  # noqa: BLE001  # Ray raises anything; while its state service is away nothing is news
+                    log.warning("the cluster cannot be looked at", error=f"{type(error).__name__}: {error}")
+                await any_within(max(LOOK_S, LOOK_SHARE * (time.monotonic() - began)), self._wake)
+                self._wake.clear()
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
 
     def actor(self, name: str) -> Actor | None:
         """The node's actor as it was seen last."""
@@ -102,10 +108,13 @@ class Lookout:
         finally:
             self._observers.discard(observer)
 
-    async def look(self) -> None:
-        """Look at the cluster, and tell observers what has changed. Raises whatever Ray does."""
+    async def look(self, *, anew: bool = True) -> None:
+        """Look at the cluster, and tell observers what has changed. Raises whatever Ray does.
+
+        ``anew``: what was ordered before is seen, even if it is not published yet.
+        """
         async with self._lock:
-            seen, deleted = await asyncio.to_thread(self._seen)
+            seen, deleted = await asyncio.to_thread(self._seen, anew)
             nodes: dict[str, Observation] = {}
             for name, actor in seen.actors.items():
                 if name in deleted and actor.is_dead:
@@ -120,8 +129,8 @@ class Lookout:
                 self._tell(Observation(name, "gone", host=before[name].host))
             await asyncio.to_thread(self._tidy, seen, deleted)
 
-    def _seen(self) -> tuple[Snapshot, set[str]]:
-        seen, deleted = self._believed(self._cluster.look()), self._cluster.deletions.names()
+    def _seen(self, anew: bool) -> tuple[Snapshot, set[str]]:
+        seen, deleted = self._believed(self._cluster.look(anew=anew)), self._cluster.deletions.names()
         for name in (*seen.actors, *seen.standbys):
             if name not in self._places:
                 self._places[name] = self._cluster.place(name)

@@ -6,13 +6,17 @@ Tried with Ray 2.60. Where one of these is missing, `missing` says so before any
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, NamedTuple
 
 from dlrover_backends.ray.records import Actor
 
 _SPACE = "dlrover"
 """The namespace of our keys in the cluster's key-value store."""
+_POLL_S, _CALL_S = 60.0, 10.0
+_FORGOTTEN_S = 240.0
+"""The state service forgets a subscriber that has not asked for 300 s, and says nothing when it asks again."""
 
 
 def missing() -> str:
@@ -58,30 +62,129 @@ def authenticate(address: str) -> None:
 
 def actors(prefix: str) -> list[Actor]:
     """All actors, dead ones too, whose Ray namespace begins so; the state service keeps the last 100,000 dead ones."""
-    from google.protobuf import json_format
     from ray._private.state import state
     from ray.core.generated import gcs_pb2
 
-    found = []
-    for row in state._connect_and_get_accessor().get_actor_table(None, None):  # the purpose of this module
-        told = gcs_pb2.ActorTableData.FromString(row)
-        if not told.ray_namespace.startswith(prefix):
-            continue
-        cause = json_format.MessageToDict(told.death_cause, preserving_proto_field_name=True)
-        found.append(
-            Actor(
-                id=told.actor_id.hex(),
-                name=told.name,
-                namespace=told.ray_namespace,
-                state=gcs_pb2.ActorTableData.ActorState.Name(told.state),
-                # The address of one that is not placed yet is its creator's.
-                host_id=(told.node_id or (told.address.node_id if told.pid else b"")).hex(),
-                pid=told.pid,
-                ended_ms=int(told.end_time),
-                cause=cause,
-            )
+    rows = state._connect_and_get_accessor().get_actor_table(None, None)  # the purpose of this module
+    found = (gcs_pb2.ActorTableData.FromString(row) for row in rows)
+    return [_actor(told, told.actor_id) for told in found if told.ray_namespace.startswith(prefix)]
+
+
+def _actor(told: Any, key: bytes) -> Actor:
+    """An ``ActorTableData`` as we know it. What is published of an actor lacks its id, which is the message's ``key``."""
+    from google.protobuf import json_format
+    from ray.core.generated import gcs_pb2
+
+    return Actor(
+        id=key.hex(),
+        name=told.name,
+        namespace=told.ray_namespace,
+        state=gcs_pb2.ActorTableData.ActorState.Name(told.state),
+        # The address of one that is not placed yet is its creator's.
+        host_id=(told.node_id or (told.address.node_id if told.pid else b"")).hex(),
+        pid=told.pid,
+        ended_ms=int(told.end_time),
+        cause=json_format.MessageToDict(told.death_cause, preserving_proto_field_name=True),
+    )
+
+
+class Unpublished(Exception):
+    """This Ray, or what is installed beside it, has no way to hear what its state service publishes."""
+
+
+class Gap(Exception):
+    """Something that was published may have been missed."""
+
+
+class News(NamedTuple):
+    """What was published.
+
+    begins: from here on nothing is missed; what was before is in no message
+    actors: actors that have changed, of the whole cluster, in order
+    hosts:  have hosts come or gone?
+    """
+
+    begins: bool = False
+    actors: tuple[Actor, ...] = ()
+    hosts: bool = False
+
+
+async def published(address: str, prefix: str = "") -> AsyncGenerator[News, None]:
+    """What the state service publishes about actors of namespaces that begin so, and about hosts. Close it.
+
+    Raises `Unpublished`, `Gap`, and whatever gRPC does.
+    """
+    try:  # gRPC for Python is no part of Ray's own smallest installation
+        from ray._private.gcs_utils import create_gcs_channel
+
+        line = create_gcs_channel(address, aio=True)
+        subscriber = _Subscriber(line)
+    except (ImportError, AttributeError) as error:
+        raise Unpublished(str(error)) from error
+    try:
+        await subscriber.begin()
+        yield News(begins=True)
+        while True:
+            yield await subscriber.news(prefix)
+    except Exception as error:
+        if _status(error) == "UNIMPLEMENTED":
+            raise Unpublished("the state service has no such call") from error
+        raise
+    finally:
+        await line.close()
+
+
+class _Subscriber:
+    """One subscriber to changes of actors and hosts.
+
+    The state service keeps for it what it has not acknowledged. Its messages have numbers of all that it publishes to anybody, so
+    that a hole between two says nothing.
+    """
+
+    def __init__(self, line: Any) -> None:
+        from ray.core.generated import gcs_service_pb2, pubsub_pb2
+        from ray.core.generated.gcs_service_pb2_grpc import ControlPlanePubSubGcsServiceStub
+
+        self._messages, self._stub = gcs_service_pb2, ControlPlanePubSubGcsServiceStub(line)
+        self._actors, hosts = pubsub_pb2.GCS_ACTOR_CHANNEL, pubsub_pb2.GCS_NODE_INFO_CHANNEL
+        self._wanted = [pubsub_pb2.Command(channel_type=one, subscribe_message={}) for one in (self._actors, hosts)]
+        self._id, self._last, self._publisher = os.urandom(28), 0, b""
+
+    async def begin(self) -> None:
+        """Subscribe."""
+        wanted = self._messages.GcsSubscriberCommandBatchRequest(subscriber_id=self._id, commands=self._wanted)
+        await self._stub.GcsSubscriberCommandBatch(wanted, timeout=_CALL_S)
+
+    async def news(self, prefix: str) -> News:
+        """What is published next; nothing after a minute in which nothing was. Raises `Gap`."""
+        poll = self._messages.GcsSubscriberPollRequest(
+            subscriber_id=self._id, max_processed_sequence_id=self._last, publisher_id=self._publisher
         )
-    return found
+        asked = time.clock_gettime(time.CLOCK_BOOTTIME)
+        try:
+            told = await self._stub.GcsSubscriberPoll(poll, timeout=_POLL_S)
+        except Exception as error:
+            if _status(error) != "DEADLINE_EXCEEDED":
+                raise
+            told = None
+        if time.clock_gettime(time.CLOCK_BOOTTIME) - asked > _FORGOTTEN_S:
+            raise Gap("this process stood still, and may have been forgotten")
+        if told is None:
+            return News()
+        if self._publisher not in {b"", told.publisher_id}:
+            raise Gap("another state service publishes")
+        self._publisher = told.publisher_id
+        fresh = [one for one in told.pub_messages if one.sequence_id > self._last]
+        self._last = max((self._last, *(one.sequence_id for one in fresh)))
+        actors = [one for one in fresh if one.channel_type == self._actors]
+        ours = [one for one in actors if one.actor_message.ray_namespace.startswith(prefix)]
+        return News(actors=tuple(_actor(one.actor_message, one.key_id) for one in ours), hosts=len(fresh) > len(actors))
+
+
+def _status(error: Exception) -> str:
+    """The name of a gRPC status; empty: it is another error."""
+    code = getattr(error, "code", None)
+    return str(getattr(code(), "name", "")) if callable(code) else ""
 
 
 def draining() -> Mapping[str, int]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 PROBE_S = 1.0
+STATES = ("DEPENDENCIES_UNREADY", "PENDING_CREATION", "ALIVE", "RESTARTING", "DEAD")
+"""What an actor that is not started again by Ray goes through, in this order."""
 
 
 class Actor(NamedTuple):
