@@ -182,7 +182,8 @@ def _where(read: Read, seen: Sequence[Evidence], found: Judgement, table: Table)
     root = found.root
     rank = found.rank
     if found.verdict == CASC and not found.blamed and rank < 0:
-        return (who.rank_named(root.text) if root.signature.startswith("jax.") else -1), "", "", ""
+        peer = root.subject if root.signature == "mpi.peer_lost" else ""
+        return (who.rank_named(root.text) if root.signature.startswith("jax.") else -1), "", peer, ""
     if rank >= 0 and root.source == EXIT:
         # One line that tells of several ranks' ends tells of none of them alone.
         said = read.spots[root.seq - 1][:2]

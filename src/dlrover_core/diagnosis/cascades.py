@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dlrover_core.diagnosis.evidence import CASC, Evidence
+from dlrover_core.diagnosis.evidence import CASC, EXIT, Evidence
 
 # How far a rank had come, in its watchdog's own words.
 _ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)|SeqNum=(\d+)|sequence number (\d+)", re.IGNORECASE)
@@ -24,6 +24,9 @@ _WAITED_S = re.compile(
     r"\b(?:[Tt]imed? ?out (?:after|of)|after waiting(?: for)?) ?(\d{1,6})(?:\.\d+)? ?s(?:ec(?:ond)?s?)?\b"
 )
 WAITED_S_MAX, MINUTE_S = 86_400.0, 60.0
+# What MPI's launcher, and Horovod above it, say to the ranks that are left.
+_SHUT_DOWN = ("horovod.", "mpi.abort")
+OWN_CODE_MAX = 127  # above it, a shell's code of a signal
 
 
 class Member(NamedTuple):
@@ -102,6 +105,18 @@ def behind(seen: Sequence[Evidence], members: Sequence[Member]) -> set[tuple[int
             behind = {rank for rank, number in known.items() if number == least}
             return {(rank, *_home(seen, members, rank)) for rank in behind}
     return set()
+
+
+def ended(seen: Sequence[Evidence], members: Sequence[Member]) -> set[tuple[int, str, str]]:
+    """The only rank whose end MPI's launcher tells, by a code of its own: it names the first, and the others were shut down."""
+    if not all(one.signature.startswith(_SHUT_DOWN) for one in seen if one.verdict == CASC):
+        return set()
+    told = {one.rank: one.exit_code for one in seen if one.source == EXIT and one.rank >= 0}
+    if len(told) != 1:
+        return set()
+    ((rank, code),) = told.items()
+    own = 0 < code <= OWN_CODE_MAX
+    return {(rank, *_home(seen, members, rank))} if own else set()
 
 
 def unheard(seen: Sequence[Evidence], members: Sequence[Member]) -> set[tuple[int, str, str]]:

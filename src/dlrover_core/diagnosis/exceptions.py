@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,7 +49,8 @@ _JAVA_CAUSE = re.compile(r"^Caused by: (?P<name>(?:[a-z_]\w*\.)*[A-Z][\w$]*)(?::
 _ANEW = re.compile(
     r"^(?:\[?\d{4}[-/]\d\d[-/]\d\d|[IWEF]\d{4} |(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b[:| ]|\[\d\d:\d\d|srun: |slurmstepd"
     r"|\S+:\d+:\d+ \[\d+\] |\[[IWEF]\d{3,4} |\[\S+:\d+\] \*\*\* |wandb: |mpi(?:run|exec)\b|Primary job |pdsh@|make: \*\*\*"
-    r"|\S{1,200}:\d+: \w*Warning: |Killed$|Aborted\b|Segmentation fault\b|Bus error\b)"
+    r"|\S{1,200}:\d+: \w*Warning: |Killed$|Aborted\b|Segmentation fault\b|Bus error\b|\S{1,120}: line \d+: +\d+ "
+    r"|\*\*\* |free\(\): |malloc\(\): |double free or|munmap_chunk\(\)|corrupted (?:size|double|unsorted)|pure virtual method)"
 )
 # What launchers put around their own words.
 _RULED = re.compile(r"^(?:-{10,}|={10,}|\*{10,})$")
@@ -98,6 +99,9 @@ _TRIALS = frozenset(
     ("KeyError", "AttributeError", "IndexError", "LookupError", "StopIteration", "ImportError",
      "ModuleNotFoundError", "Empty", "QueueEmpty")
 )  # fmt: skip
+
+
+_NO_FRONTS: Mapping[int, str] = {}
 
 
 class Raised(NamedTuple):
@@ -163,10 +167,11 @@ class Chain(NamedTuple):
         return max(one.last for one in self.links)
 
 
-def chains(lines: Sequence[str], own: frozenset[int] = frozenset()) -> list[Chain]:
+def chains(lines: Sequence[str], own: Mapping[int, str] = _NO_FRONTS) -> list[Chain]:
     """All chains of exceptions in the lines, in order. Lines that belong to none are skipped.
 
-    ``own``: lines that had a time or a level of their own: no message goes on in them, unless its first line had one, too.
+    ``own``: what stood before lines that had a time, a level or a call site of their own, figures apart: no message goes on in
+    them, unless the same stood before its first line.
     """
     found: list[list[Raised]] = []
     latest: list[list[Raised]] = []
@@ -277,7 +282,7 @@ class _Title(NamedTuple):
     last: int
 
 
-def _all(lines: Sequence[str], own: frozenset[int]) -> Iterator[list[list[Raised]]]:
+def _all(lines: Sequence[str], own: Mapping[int, str]) -> Iterator[list[list[Raised]]]:
     """Every exception with a traceback, in order: of each knot its parts, of which each hangs together."""
     link, number, after, holds, cut, barren = ALONE, 0, -1, False, False, 0
     while number < len(lines):
@@ -323,7 +328,7 @@ def _all(lines: Sequence[str], own: frozenset[int]) -> Iterator[list[list[Raised
 class _Knot:
     """A traceback, with those that begin before it has its exception: several ranks write to one stream at once."""
 
-    def __init__(self, lines: Sequence[str], start: int, link: str, own: frozenset[int]) -> None:
+    def __init__(self, lines: Sequence[str], start: int, link: str, own: Mapping[int, str]) -> None:
         self._lines, self._own = lines, own
         self._heads: list[_Head] = []
         self._titles: list[_Title] = []
@@ -458,7 +463,7 @@ def _titled(line: str, *, sure: bool) -> tuple[str, str, str] | None:
 
 
 def _message(
-    lines: Sequence[str], number: int, first: str, indent: int, own: frozenset[int], *, alone: bool
+    lines: Sequence[str], number: int, first: str, indent: int, own: Mapping[int, str], *, alone: bool
 ) -> tuple[int, str]:
     """Where a message ends, and all of it. ``alone``: no other traceback waits for its exception."""
     words, last = [first], number
@@ -469,7 +474,7 @@ def _message(
         if number + offset >= len(lines):
             break
         line = lines[number + offset]
-        if number + offset in own and number not in own:
+        if own.get(number + offset, "") not in ("", own.get(number, "")):
             break
         if not alone and (_typed(line) or _indent(line) > indent):
             break

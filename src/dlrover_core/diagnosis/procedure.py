@@ -54,7 +54,7 @@ from dlrover_core.diagnosis.evidence import (
     Evidence,
 )
 from dlrover_core.diagnosis.signatures import Table
-from dlrover_core.diagnosis.sweeps import BURST_S, bare, reported, swept
+from dlrover_core.diagnosis.sweeps import BURST_S, STOPPED, bare, reported, swept
 from dlrover_core.diagnosis.watched import Lines, watched, where
 from dlrover_core.spec import us
 
@@ -95,6 +95,9 @@ _ONE_OR_ALL = frozenset(
 )  # fmt: skip
 # How a launcher ends those that it stops.
 _SWEEPS = ("exit.sigterm", "exit.sigkill")
+# The end of a job's time, which ends whatever is left of it; and what is raised by a process that is being stopped.
+_TIME_IS_OVER = ("slurm.time_limit", "k8s.deadline")
+_STOPPED_BY = ("dataloader.", "process.", "exit.", "exception.SignalException", "exception.KeyboardInterrupt")
 # What takes a node or a host out of the job.
 EVICTS = ("isolate", "reset")
 _TAKES_OUT = (*EVICTS, "relaunch")
@@ -141,7 +144,7 @@ class _Case:
         self.dropped: dict[int, str] = {}
         self.seen = self.live
         self.said_on: set[str] = set()
-        self.said_at, self.vanished = _NEVER, 0
+        self.said_at, self.raised_at, self.vanished = _NEVER, _NEVER, 0
         self._nodes: set[str] = set()
         self.lines = Lines((), table, complete=True)
 
@@ -177,6 +180,8 @@ class _Case:
         words = [one for one in said if one not in self.lines.handled]
         self.said_on = {where(one) for one in words}
         self.said_at = min((one.at for one in words), default=_NEVER)
+        raised = [one for one in words if one.source == ERROR and not one.signature.startswith(_STOPPED_BY)]
+        self.raised_at = min((one.at for one in raised), default=_NEVER)
         self.vanished = len({where(one) for one in self.seen if one.signature in VANISHED})
 
 
@@ -314,7 +319,7 @@ def _preemption(case: _Case) -> None:
 
 def _only_cascades(case: _Case, *, complete: bool) -> Judgement:
     """Everybody complains about somebody else. Who is named, behind, or silent?"""
-    root = case.live[0]
+    root = next((one for one in case.live if one.signature not in STOPPED), case.live[0])
     for blame, rule, confidence in (
         (
             cascades.named(case.seen, case.members),
@@ -325,6 +330,11 @@ def _only_cascades(case: _Case, *, complete: bool) -> Judgement:
             cascades.behind(case.seen, case.members),
             "cascades.behind: the rank that has enqueued fewest collectives",
             0.7,
+        ),
+        (
+            cascades.ended(case.seen, case.members),
+            "cascades.ended: the first rank to end, by the launcher's word",
+            0.45,
         ),
         (
             cascades.unheard(case.seen, case.members) if complete else set(),
@@ -534,7 +544,10 @@ def _tier(one: Evidence, case: _Case | None = None) -> int:
     if one.signature in VANISHED:
         return 3 if case is None or _by_itself(one, case) else _LATE
     if one.source in (PLATFORM, NODE):
-        late = case is not None and _taken(one) and case.said_at < one.at - us(NOTICE_S)
+        late = case is not None and (
+            (_taken(one) and case.said_at < one.at - us(NOTICE_S))
+            or (one.signature in _TIME_IS_OVER and case.raised_at < one.at)
+        )
         return _LATE if late else _REASON
     if one.source in (KERNEL, CGROUP) and one.verdict != USER:
         return 2

@@ -32,8 +32,8 @@ CHUNK_LINES = 200
 WENT_ON_LINES, STEPS_MIN = 25, 3
 """After so many lines of no failure, or so many steps, a run has gone on."""
 BANNER_LINES = 3
-NAMED_LINES = 4
-"""So many lines after one about a host may say which."""
+NAMED_LINES, PEER_LINES = 4, 14
+"""So many lines after one about a host, or about a peer, may say which."""
 LINE_S = 1e-6
 _NOBODY = (-1, "", "", 0)
 TEXT_LINES_MAX = 160
@@ -42,6 +42,7 @@ TEXT_LINES_MAX = 160
 _LAUNCHES = re.compile(
     r"/torch/distributed/(?:launch|run|launcher|elastic)|/accelerate/|/deepspeed/launcher|/bin/(?:torchrun|accelerate|deepspeed)"
 )
+_FIGURES = re.compile(r"\d+(?:[.,]\d+)?")
 # How a child ended, in the words of whoever ran it.
 _CHILD = re.compile(r"\bdied with <Signals\.|\bnon-zero exit status (?:-\d|1[2-5]\d)")
 _BANNER = "BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES"
@@ -56,6 +57,11 @@ _HANDLED = re.compile(
 )
 
 
+# Where a job or a container ran, by whoever placed it there.
+_PLACED = re.compile(
+    r"uccessfully assigned|^Node:|for host: |^Exec host: |\bexec_host ?= ?|^Execution host", re.IGNORECASE
+)
+_PEER = re.compile(r"\s*(?:Peer|Remote) host: +\S")
 # mp.spawn's own words on whose exception it passes on.
 _SPAWNED = re.compile(r"\bProcess (\d{1,5}) (?:terminated with the following error|exited with error code)")
 # With what an exception ends a process: by itself, or where the interpreter aborts in its wake.
@@ -133,11 +139,7 @@ class _File:
         self._taken.update(index for index in banners if _BANNER in self.rows[index].body)
         hits = self._hits()
         if not self.places.host and not self.places.hosts:
-            placed = [
-                index
-                for index, row in enumerate(self.rows)
-                if "uccessfully assigned" in row.body or row.body.startswith("Node:") or "for host: " in row.body
-            ]
+            placed = [index for index, row in enumerate(self.rows) if _PLACED.search(row.body)]
             named = {who.host_named(self.rows[index].raw) for index in (*placed, *(at for at, _ in hits))} - {""}
             self.places.host = named.pop() if len(named) == 1 else ""
         self._steps = [
@@ -198,7 +200,7 @@ class _File:
                 for index in indices
             ):
                 continue
-            own = frozenset(at for at, index in enumerate(indices) if _fronted(self.rows[index]))
+            own = {at: front for at, index in enumerate(indices) if (front := _front(self.rows[index]))}
             for chain in exceptions.chains([self.rows[index].body for index in indices], own):
                 rows = [indices[row] for row in chain.rows]
                 self._taken.update(rows)
@@ -253,6 +255,8 @@ class _File:
                 doubted = "raised while the interpreter ended, or in a thread that nobody waits for: a consequence"
             elif self.rows[rows[0]].level == "W" or self._went_on(chain.last, its, chain.links[-1].at):
                 doubted = WENT_ON
+            elif chain.links[-1].name.endswith("Warning") and any(one[0].first > chain.last for one in chains):
+                doubted = "a warning, and the program went on to an exception"
             elif _passes_on(chain):
                 doubted = "a launcher's report: it passes on how its child ended"
             at = _ACTOR_AT.findall(text)[:1] or _TASK_AT.findall(text)[-1:]  # the innermost task raised it
@@ -284,7 +288,10 @@ class _File:
             if rank < 0 <= one.local:
                 host = one.host or self.places.host
                 rank = self.places.rank_of.get((host, one.local), self.places.layout.rank(host, one.local))
-            seen = self.places.placed(self._at(one.line) - one.before_s, EXIT, Who(rank, one.local, one.host), "", "")
+            # A launcher that knows the rank on its host is on that host.
+            host = one.host or (self.rows[one.line].who.host if one.local >= 0 else "")
+            at_s = (self._first_at(one, ends) if one.first else self._at(one.line)) - one.before_s
+            seen = self.places.placed(at_s, EXIT, Who(rank, one.local, host), "", "")
             if one.code == 0:
                 continue
             # A summary's order is that of its own times; without any it comes after whatever the ranks said.
@@ -294,6 +301,11 @@ class _File:
                 "",
                 EARLIER if self._went_on(one.line, seen_who(seen)) else "",
             )
+
+    def _first_at(self, first: launchers.Ended, ends: Sequence[launchers.Ended]) -> float:
+        """When a summary's first failure was: just before the first of those that it lists for the same second."""
+        alike = (one.line for one in ends if one.rank >= 0 and one.local >= 0 and one.before_s == first.before_s)
+        return self._at(min(alike, default=first.line)) - LINE_S / 2
 
     def _of_hits(self, hits: Sequence[tuple[int, Hit]]) -> Iterator[Found]:
         for index, hit in hits:
@@ -309,8 +321,14 @@ class _File:
                 its = its if its.host else its._replace(host=who.host_named(line))
                 if hit.signature.id.startswith("ray."):  # whoever tells of a node's death is not on it
                     its = Who(host=self._dead_node(index))
+            words = hit.line.strip()
+            if (
+                hit.signature.id == "mpi.peer_lost"
+            ):  # a message of several lines, of which a later one says whom it means
+                block = self.rows[index : index + 1 + PEER_LINES]
+                words += next((f" {one.body.strip()}" for one in block if _PEER.match(one.body)), "")
             its = self.rows[stack_head(self.rows, index)].who if its.rank < 0 and not its.host else its
-            seen = self.places.placed(self._at(index), source, its, hit.line.strip(), line)
+            seen = self.places.placed(self._at(index), source, its, words, line)
             own = (
                 hit.signature.verdict in (USER, DATA, SOFT)
                 or hit.signature.scope == "process"
@@ -385,9 +403,12 @@ class _File:
         return self.times[index] + self.rows[index].number * LINE_S
 
 
-def _fronted(row: Row) -> bool:
-    """Has the line a time, a level or a writer of its own in front?"""
-    return bool(row.stamps or row.level) or row.raw.strip() != row.body.strip()
+def _front(row: Row) -> str:
+    """What stands before a line, figures apart: a time, a level, a writer or a call site of its own. Empty: nothing does."""
+    raw, body = row.raw.rstrip(), row.body.rstrip()
+    if body and raw.endswith(body) and len(raw) > len(body):
+        return _FIGURES.sub("0", raw[: len(raw) - len(body)].strip()) or " "
+    return f"{row.level} " if row.stamps or row.level or raw.strip() != body.strip() else ""
 
 
 def seen_who(seen: Observation) -> Who:

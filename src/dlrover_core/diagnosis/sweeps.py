@@ -31,6 +31,16 @@ _CONNECTS = ("gloo.connect", "nccl.connect", "net.reset")
 _KILLED = re.compile(r"exit\.(sigkill|sigsegv|sigbus|oom|signal\d*)$|cgroup\.oom$|host\.oom$")
 # A platform's word on a worker that ended, whatever the reason.
 _ECHOES = ("ray.system_error",)
+# Raised in whoever waited for what another one gave up.
+_CANCELLED = "exception.CancelledError"
+# What a parent says of a child that ended, by type.
+_PARENTS = tuple(f"exception.{one}" for one in ("ChildProcessError", "BrokenProcessPool", "TerminatedWorkerError"))
+# A collective's own reports, after which its watchdog ends the process.
+_REPORTS = ("nccl.timeout", "nccl.aborted", "nccl.lagging", "nccl.remote")
+# Launchers' words on what they did to a job, which no program said.
+STOPPED = ("mpi.abort", "slurm.sweep", "launcher.sweep")
+# An interpreter that finds its own threads at work when it ends.
+_FINISHING = re.compile(r"\bat interpreter shutdown\b|\binterpreter (?:is )?(?:finaliz|shutting)", re.IGNORECASE)
 
 
 class Case(Protocol):
@@ -54,7 +64,9 @@ def reported(case: Case) -> None:
     """What a platform says of a worker's end, whatever its reason, is an echo where more is known of that end."""
     ended = [one.rank for one in case.live if _KILLED.match(one.signature) and one.signature != "exit.oom"]
     case.drop(
-        lambda one: one.signature in _ECHOES and any(-1 in (one.rank, rank) or one.rank == rank for rank in ended),
+        lambda one: (
+            one.signature in (*_ECHOES, *_PARENTS) and any(-1 in (one.rank, rank) or one.rank == rank for rank in ended)
+        ),
         "an echo: it is known how that worker ended",
     )
     raised = [one for one in case.live if one.source == ERROR and one.verdict != CASC and one.signature not in _ECHOES]
@@ -85,6 +97,16 @@ def swept(case: Case) -> None:
         ),
         "swept: cancelled after something had failed",
     )
+    reports = [one.at for one in case.seen if one.signature in _REPORTS]
+    case.drop(
+        lambda one: one.signature == "exit.sigabrt" and any(at <= one.at for at in reports),
+        "an echo: a collective's watchdog ends its process after its report",
+    )
+    case.drop(
+        lambda one: one.signature == "native.python" and _FINISHING.search(one.text) is not None,
+        "a consequence: the interpreter was ending already",
+    )
+    case.drop(lambda one: one.signature == _CANCELLED, "a consequence: whatever cancelled it says why")
     # A line that speaks of a SIGTERM, of no rank's own end: whatever else is there tells more.
     said = [one for one in case.live if one.signature != "exit.sigterm"]
     case.drop(
@@ -169,7 +191,8 @@ def _echoed(case: Case) -> None:
     ):
         return
     first = min(one.at for one in causes)
-    spoken = {where(one) for one in case.live if one.verdict == CASC and one.rank < 0 and one.at <= first}
+    complaints = [one for one in case.live if one.verdict == CASC and one.signature not in STOPPED]
+    spoken = {where(one) for one in complaints if one.rank < 0 and one.at <= first}
     case.drop(
         lambda one: one.verdict != CASC and where(one) in spoken,
         "an echo: the log complains of others, and then one rank ends itself",

@@ -155,6 +155,7 @@ _HOST_NAMED = tuple(
         rf"\bon (?:node|host) \"?({_HOST})",
         rf"\bkernel-monitor, ((?=[\w.-]*\d){_HOST})\b",
         rf"\bfor host: ({_HOST})\b",
+        rf"\b[Ee]xec(?:ution)?[ _][Hh]osts? ?[:=] ?({_HOST})",
         rf"\bSuccessfully assigned \S+ to ({_HOST})",
         r"\bon ((?=[\w-]*\d)[a-z][\w-]*-\d[\w-]*)(?=[:.,;)]|$)",
         rf"\bRUNNING AT ({_HOST})",

@@ -1,0 +1,157 @@
+"""What follows from a failure, in forms of other programs than those it was learned from: parents, watchdogs, limits."""
+
+from __future__ import annotations
+
+import pytest
+from test_reading import ERROR, answer, said
+
+SUMMARY = """============================================================
+pretrain.py FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2025-02-11_08:30:0{0}
+  host      : cn-118
+  rank      : 21 (local_rank: 5)
+  exitcode  : {2} (pid: 5521)
+  error_file: <N/A>
+  traceback : To enable traceback see: x
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2025-02-11_08:30:0{1}
+  host      : cn-118
+  rank      : 18 (local_rank: 2)
+  exitcode  : {2} (pid: 5518)
+  error_file: <N/A>
+  traceback : To enable traceback see: x
+============================================================
+"""
+MONITOR = (
+    "[rank40]:[E211 08:29:59.1 ProcessGroupNCCL.cpp:1316] [PG 0 Rank 40] Received a dump signal due to a timeout\n"
+)
+WATCHDOG = (
+    "[rank40]:[E211 08:29:58.1 ProcessGroupNCCL.cpp:607] [Rank 40] Watchdog caught collective operation timeout: WorkNCCL("
+    "SeqNum=7, OpType=_ALLGATHER_BASE, Timeout(ms)=600000) ran for 600021 milliseconds before timing out.\n"
+)
+
+
+def test_aborts_on_other_hosts_after_a_collectives_report() -> None:
+    """Ranks whose own words are elsewhere end by SIGABRT after one rank's watchdog has spoken; before it, they are the cause."""
+    assert said(WATCHDOG + MONITOR + SUMMARY.format(0, 0, -6)) == "nccl.timeout"
+    assert said(SUMMARY.format(0, 0, -6)) == "exit.sigabrt"
+    before = "srun: error: cn-7: task 3: Aborted (core dumped)\n"
+    assert said(before + "".join(f"step {number}\n" for number in range(2)) + WATCHDOG) == "exit.sigabrt"
+
+
+def test_of_one_second_the_summary_s_first_failure_is_meant() -> None:
+    """Ends of one second stand in a summary with the first below the others."""
+    assert answer(SUMMARY.format(3, 3, 1)).rank == 18
+    assert answer(SUMMARY.format(1, 3, 1)).rank == 21
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        "ChildProcessError: rollout worker died",
+        "joblib.externals.loky.process_executor.TerminatedWorkerError: A worker process was unexpectedly terminated",
+    ],
+)
+def test_a_parent_s_exception_about_a_child_that_was_killed(raised: str) -> None:
+    """A pool that lost a worker tells less than the shell's or the scheduler's word on that worker."""
+    told = ERROR.format("", raised)
+    assert said(told + "run.sh: line 18: 20415 Killed    python tokenize.py\n") == "exit.sigkill"
+    assert said(told) != "exit.sigkill"
+
+
+def test_the_time_limit_of_a_job_that_had_failed_is_no_cause() -> None:
+    """Ranks that raised and then hung until the scheduler's limit had failed before; one stopped by the limit had not."""
+    limit = "slurmstepd: error: *** JOB 88123 ON cn-41 CANCELLED AT 2025-02-11T20:00:11 DUE TO TIME LIMIT ***\n"
+    assert (
+        said(ERROR.format("[rank3]: ", "ValueError: expected 4096 tokens, got 4095") + limit) == "exception.ValueError"
+    )
+    assert said("step 7 | loss 2.1\n" + limit + ERROR.format("[rank3]: ", "ValueError: bad")) == "slurm.time_limit"
+    stopped = "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Terminated."
+    assert said(ERROR.format("[rank3]: ", stopped) + limit) == "slurm.time_limit"
+    went_on = "".join(f"step {number} | loss 2.1\n" for number in range(9))
+    assert said(ERROR.format("[rank3]: ", "ValueError: skipped") + went_on + limit) == "slurm.time_limit"
+
+
+def test_records_of_other_call_sites_are_no_part_of_a_message() -> None:
+    """A logger puts its call site before each line of a traceback: another site's record is another story."""
+    site = "2025-02-11 08:30:01,{0} - ERROR - [{1}] "
+    lines = [
+        (1, "trainer.py:88", "Traceback (most recent call last):"),
+        (1, "trainer.py:88", '  File "/w/train.py", line 7, in step'),
+        (1, "trainer.py:88", "    batch = table[key]"),
+        (2, "trainer.py:88", "KeyError: 'tokens'"),
+        (9, "server.py:412", "the engine is dead"),
+        (9, "server.py:412", "EngineDeadError: see the stack trace above for the root cause"),
+    ]
+    assert said("\n".join(site.format(at, where) + words for at, where, words in lines)) == "exception.KeyError"
+    vllm = "(EngineCore_DP0 pid=77) ERROR 02-11 08:30:0{} [{}] {}"
+    assert said("\n".join(vllm.format(at, where, words) for at, where, words in lines)) == "exception.KeyError"
+
+
+def test_a_warning_that_is_printed_as_an_exception() -> None:
+    """Programs go on after a warning's stack to the exception that ended them; a warning that ended one is its cause."""
+    warned = ERROR.format("", "FutureWarning: the default of weights_only changes")
+    assert (
+        said(warned + "loading\n" + ERROR.format("", "ZeroDivisionError: division by zero"))
+        == "exception.ZeroDivisionError"
+    )
+    assert said(warned) == "exception.FutureWarning"
+
+
+def test_an_interpreter_that_was_ending_already() -> None:
+    """A fatal error of an interpreter that finishes is the wake of what ended it."""
+    ending = "Fatal Python error: _enter_buffered_busy: could not acquire lock at interpreter shutdown, possibly due to daemons\n"
+    assert said("srun: error: cn-4: task 9: Killed\n" + ending) == "exit.sigkill"
+    assert said(ending) == "native.python"
+
+
+def test_what_was_cancelled_says_less_than_what_cancelled_it() -> None:
+    """A future is cancelled because something else failed."""
+    cancelled = ERROR.format("", "asyncio.exceptions.CancelledError")
+    assert said(cancelled + ERROR.format("[rank1]: ", "KeyError: 'x'")) == "exception.KeyError"
+    assert said(cancelled) == "exception.CancelledError"
+
+
+def test_the_peer_that_an_mpi_process_lost() -> None:
+    """The host that went away is told lines below, and is not the one that tells of it."""
+    text = (
+        "An MPI communication peer process has unexpectedly disconnected.  This\nusually indicates a failure in the peer\n\n"
+        "  Local host: ip-10-3-0-9\n  Local PID:  12629\n  Peer host:  ip-10-3-0-71\n"
+    )
+    found = answer(text)
+    assert (found.judgement.signature, found.host) == ("mpi.peer_lost", "ip-10-3-0-71")
+
+
+def test_mpi_s_first_process_and_those_that_were_shut_down() -> None:
+    """Who ended first is told by the launcher alone; all other words are of those that Horovod shut down."""
+    shut = (
+        "horovod.common.exceptions.HorovodInternalError: Horovod has been shut down. This was caused by an exception\n"
+    )
+    ended = (
+        "mpirun detected that one or more processes exited with non-zero status. The first process to do so was:\n\n"
+    )
+    found = answer(shut + ended + "  Process name: [[4411,1],6]\n  Exit code:    3\n")
+    assert (found.rank, found.judgement.unknown) == (6, True)
+
+
+def test_a_kernel_s_word_on_a_gpu_before_a_tool_s() -> None:
+    """A tool that finds no GPU says less than its Xid; the bus's corrected errors are no bus error of a process."""
+    tool = "cn-20: Unable to determine the device handle for GPU0000:5E:00.0: Unknown Error\n"
+    xid = "[88123.1] NVRM: Xid (PCI:0000:5e:00): 119, pid=881, Timeout after 6s of waiting for RPC response from GPU0 GSP!\n"
+    assert said(tool + xid) == "xid.gsp"
+    assert said(tool) == "gpu.init"
+    corrected = (
+        "[88122.9] pcieport 0000:5d:00.0: PCIe Bus Error: severity=Corrected, type=Data Link Layer, (Transmitter ID)\n"
+    )
+    assert said(corrected + xid) == "xid.gsp"
+
+
+def test_a_launcher_of_one_host_s_ranks_is_on_that_host() -> None:
+    """A launcher that knows a rank by its number on the host writes from that host."""
+    ended = "cn-7: ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: -7) local_rank: 3 (pid: 88) of binary: x"
+    assert answer(f"cn-7: train.py failed\n{ended}\n").host == "cn-7"
