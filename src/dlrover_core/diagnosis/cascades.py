@@ -5,12 +5,14 @@ Each function answers with a set of (rank, node, host), from all that was seen a
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from dlrover_core.diagnosis.evidence import CASC, EXIT, Evidence
+from dlrover_core.spec import us
 
 # How far a rank had come, in its watchdog's own words.
 _ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)|SeqNum=(\d+)|sequence number (\d+)", re.IGNORECASE)
@@ -132,3 +134,12 @@ def unheard(seen: Sequence[Evidence], members: Sequence[Member]) -> set[tuple[in
     if len(spoke) < 3:  # of a log of one or two ranks' words nobody can say who is missing
         return set()
     return {(rank, "", "") for rank in set(range(max(spoke) + 1)) - spoke}
+
+
+def newest_burst(live: Sequence[Evidence], before_s: float) -> int:
+    """When the last burst of what was seen began, where nobody's end is known: older ones are other stories."""
+    begin = live[0].at
+    for before, after in itertools.pairwise(live):
+        if after.at - before.at > us(before_s):
+            begin = after.at
+    return begin

@@ -30,7 +30,6 @@ And no eviction ever follows from a symptom that is global (`EVICTS`), nor from 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -54,7 +53,7 @@ from dlrover_core.diagnosis.evidence import (
     Evidence,
 )
 from dlrover_core.diagnosis.signatures import Table
-from dlrover_core.diagnosis.sweeps import BURST_S, STOPPED, bare, reported, swept
+from dlrover_core.diagnosis.sweeps import BURST_S, STOPPED, TIME_IS_OVER, bare, raised, reported, swept
 from dlrover_core.diagnosis.watched import Lines, watched, where
 from dlrover_core.spec import us
 
@@ -95,9 +94,6 @@ _ONE_OR_ALL = frozenset(
 )  # fmt: skip
 # How a launcher ends those that it stops.
 _SWEEPS = ("exit.sigterm", "exit.sigkill")
-# The end of a job's time, which ends whatever is left of it; and what is raised by a process that is being stopped.
-_TIME_IS_OVER = ("slurm.time_limit", "k8s.deadline")
-_STOPPED_BY = ("dataloader.", "process.", "exit.", "exception.SignalException", "exception.KeyboardInterrupt")
 # What takes a node or a host out of the job.
 EVICTS = ("isolate", "reset")
 _TAKES_OUT = (*EVICTS, "relaunch")
@@ -180,8 +176,7 @@ class _Case:
         words = [one for one in said if one not in self.lines.handled]
         self.said_on = {where(one) for one in words}
         self.said_at = min((one.at for one in words), default=_NEVER)
-        raised = [one for one in words if one.source == ERROR and not one.signature.startswith(_STOPPED_BY)]
-        self.raised_at = min((one.at for one in raised), default=_NEVER)
+        self.raised_at = min((one.at for one in words if raised(one)), default=_NEVER)
         self.vanished = len({where(one) for one in self.seen if one.signature in VANISHED})
 
 
@@ -231,19 +226,10 @@ def judge(
 def _window(case: _Case) -> None:
     deaths = [one.at for one in case.live if one.source in (EXIT, ERROR, PLATFORM, NODE, *OPENING)]
     before_s = cascades.waited_s(case.live, BEFORE_S)
-    first = min(deaths, default=_newest_burst(case.live, before_s))
+    first = min(deaths, default=cascades.newest_burst(case.live, before_s))
     case.drop(lambda one: one.at < first - us(before_s), f"more than {before_s / 60:g} min before the first death")
     late, why = first + us(AFTER_S), f"more than {AFTER_S / 60:g} min after the first death"
     case.drop(lambda one: one.at > late and one.source not in (NODE, PLATFORM), why)
-
-
-def _newest_burst(live: Sequence[Evidence], before_s: float) -> int:
-    """When the last burst of what was seen began, where nobody's end is known: older ones are other stories."""
-    begin = live[0].at
-    for before, after in itertools.pairwise(live):
-        if after.at - before.at > us(before_s):
-            begin = after.at
-    return begin
 
 
 def _copied(case: _Case) -> None:
@@ -546,7 +532,7 @@ def _tier(one: Evidence, case: _Case | None = None) -> int:
     if one.source in (PLATFORM, NODE):
         late = case is not None and (
             (_taken(one) and case.said_at < one.at - us(NOTICE_S))
-            or (one.signature in _TIME_IS_OVER and case.raised_at < one.at)
+            or (one.signature in TIME_IS_OVER and case.raised_at < one.at)
         )
         return _LATE if late else _REASON
     if one.source in (KERNEL, CGROUP) and one.verdict != USER:

@@ -42,6 +42,10 @@ STOPPED = ("mpi.abort", "slurm.sweep", "launcher.sweep")
 # An interpreter that finds its own threads at work when it ends.
 _FINISHING = re.compile(r"\bat interpreter shutdown\b|\binterpreter (?:is )?(?:finaliz|shutting)", re.IGNORECASE)
 
+# The end of a job's time, which ends whatever is left of it; and what is raised by a process that is being stopped.
+TIME_IS_OVER = ("slurm.time_limit", "k8s.deadline")
+_STOPPED_BY = ("dataloader.", "process.", "exit.", "exception.SignalException", "exception.KeyboardInterrupt")
+
 
 class Case(Protocol):
     """What is judged: the observations still in question, all that were seen, and how one is set aside."""
@@ -97,16 +101,7 @@ def swept(case: Case) -> None:
         ),
         "swept: cancelled after something had failed",
     )
-    reports = [one.at for one in case.seen if one.signature in _REPORTS]
-    case.drop(
-        lambda one: one.signature == "exit.sigabrt" and any(at <= one.at for at in reports),
-        "an echo: a collective's watchdog ends its process after its report",
-    )
-    case.drop(
-        lambda one: one.signature == "native.python" and _FINISHING.search(one.text) is not None,
-        "a consequence: the interpreter was ending already",
-    )
-    case.drop(lambda one: one.signature == _CANCELLED, "a consequence: whatever cancelled it says why")
+    _in_its_wake(case)
     # A line that speaks of a SIGTERM, of no rank's own end: whatever else is there tells more.
     said = [one for one in case.live if one.signature != "exit.sigterm"]
     case.drop(
@@ -157,6 +152,20 @@ def swept(case: Case) -> None:
     _echoed(case)
 
 
+def _in_its_wake(case: Case) -> None:
+    """What processes say and do that end because another part of the job has failed."""
+    reports = [one.at for one in case.seen if one.signature in _REPORTS]
+    case.drop(
+        lambda one: one.signature == "exit.sigabrt" and any(at <= one.at for at in reports),
+        "an echo: a collective's watchdog ends its process after its report",
+    )
+    case.drop(
+        lambda one: one.signature == "native.python" and _FINISHING.search(one.text) is not None,
+        "a consequence: the interpreter was ending already",
+    )
+    case.drop(lambda one: one.signature == _CANCELLED, "a consequence: whatever cancelled it says why")
+
+
 def _unanswered(case: Case) -> None:
     """Whom another rank does not answer is no cause, where another rank was killed, or failed by itself."""
     killed = [one for one in case.live if one.rank >= 0 and _KILLED.match(one.signature)]
@@ -202,3 +211,8 @@ def _echoed(case: Case) -> None:
 def bare(one: Evidence) -> bool:
     """Does it only say how something ended?"""
     return _BARE.match(one.signature) is not None
+
+
+def raised(one: Evidence) -> bool:
+    """Did a rank fail by itself, and say why?"""
+    return one.source == ERROR and not one.signature.startswith(_STOPPED_BY)
