@@ -164,3 +164,20 @@ def test_a_model_is_trained_once_on_each_sample_though_a_rank_is_killed(
     began = {path.read_text().split()[2] for path in tmp_path.glob("began-*")}
     assert began == {"0", str(Ranges.unpack(bytes.fromhex(told[1]["spans"])).count)}
     assert (row["used"], row["held"], row["finished"], row["assignment"]) == (2 * size, 0, True, "lease-model")
+
+
+def test_a_restore_that_says_other_samples_than_were_saved_ends_its_job_with_both_numbers(tmp_path: Path) -> None:
+    """The state lies on storage and its log has the witness: no rank goes on, and the job says why it ended."""
+    launch = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(SCRIPTS / "leasing_forgets.py"))
+    with Job(tmp_path, *launch, f"file://{tmp_path}/ckpt") as job:
+        eventually(lambda: job.events("LeasesSaved") or None, "the state on storage", LIMIT_S)
+        job.one("worker-1").kill()
+        assert job.ended(LIMIT_S) not in (0, None)
+        told = [one["fields"]["generation"] for one in job.events("LeasesRestored")]
+        (saved,) = [one["fields"] for one in job.events("LeasesSaved")]
+        report = job.dlrover("report")
+    assert (told, saved["samples"]) == ([1], 8)
+    assert {path.name for path in tmp_path.glob("began-*")} == {"began-0-0", "began-1-0"}, "ranks went on"
+    words = "step 1 of generation 1 was trained on 8 samples by the words of all its ranks when it was saved, and now"
+    assert words in job.said()
+    assert "dataset 'train'" in report, report
