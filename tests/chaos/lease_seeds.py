@@ -3,8 +3,9 @@
 Most of a seed is a job whose model is restored (``lineage="model"``): nodes with ranks at paces of their own, which save what
 they were trained on. Workers, nodes, loader processes and masters die, nodes are drained, the job grows and shrinks, parts of
 states are lost with the memory of their node, older states are restored, and words are lost, late or of an earlier generation.
-Afterwards each sample is in the model's lineage once, and the audit proves it from the log alone. Every fourth seed plays
-``lineage="server"`` too: there nothing is lost, and what was used twice was told.
+Afterwards each sample is in the model's lineage once, and the audit proves it from the log alone. Every second seed plays a job
+whose ranks agree on step boundaries, too: there nodes leave and come by planned changes, which lose nothing. Every fourth seed
+plays ``lineage="server"`` too: there nothing is lost, and what was used twice was told.
 ``python -m tests.chaos.lease_seeds SEED`` runs one again.
 """
 
@@ -20,7 +21,7 @@ from tests.unit.drive import Drive
 
 from dlrover_core.data.trained import Counted, added, counted, pack_counted, unpack
 from dlrover_core.history.lease_audit import LeaseAudit
-from dlrover_core.job.checkpoints import CommitCheckpoint, ReportKeeping
+from dlrover_core.job.checkpoints import CommitCheckpoint, ReportArmed, ReportHeld, ReportKeeping
 from dlrover_core.job.leases import (
     Leased,
     Leases,
@@ -32,7 +33,10 @@ from dlrover_core.job.nodes import ReportLeft
 from dlrover_core.job.operations import DrainNode, ScaleGroup
 from dlrover_core.job.orders import Order
 from dlrover_core.job.shards import LEASE, MODEL_LEASE, RegisterDataset
+from dlrover_core.job.world import WorldFormed
+from dlrover_core.kernel.engine import Tick
 from dlrover_core.rules.desired import desired
+from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime.leasing import LeaseBeat, Leasing
 from dlrover_core.runtime.levels import Beat
 from dlrover_core.testing.leasing import Node as ServerNode
@@ -114,9 +118,11 @@ class ModelPlay(Play):
     """Three nodes, two ranks each, at paces of their own; a seed says who dies when, and which states are there to restore."""
 
     dataset, ticks_max, late_share = NAME, MOST_TICKS, 0.3
+    planned = False
 
-    def __init__(self, seed: int, *, strikes: int = 6) -> None:
-        super().__init__(seed, Drive(nodes_min=2, nodes_max=3, nproc=2, relaunch_max=50, max_restarts=100))
+    def __init__(self, seed: int, *, strikes: int = 6, **settings: Any) -> None:
+        sizes = {"nodes_min": 2, "nodes_max": 3, "nproc": 2, "relaunch_max": 50, "max_restarts": 100}
+        super().__init__(seed, Drive(**sizes, **settings))
         self.states = States()
         self.nodes = {name: Node(name, self.states, shard=SHARD) for name in self.drive.state.nodes.nodes}
         self.drive.do(RegisterDataset("worker-0-0", 1, NAME, SIZE, 7, "shuffled", SOURCE, EPOCHS, 0, MODEL_LEASE))
@@ -155,14 +161,19 @@ class ModelPlay(Play):
         world = self.drive.world
         if world.active and world.generation != self.started:
             self.started = world.generation
+            self._formed()
             self.drive.run(1)
-            self.drive.do(ReportKeeping(self.drive.members[0], world.generation, "file:///ckpt", 1, 1, 0, False, 0))
+            keeping = self.drive.members[0], world.generation, "file:///ckpt", 1, 1, 0, self.planned, 0
+            self.drive.do(ReportKeeping(*keeping))
         if self.random.random() < 0.1:
             self._commit()
         orders = desired(self.drive.state).orders
         for name in list(self.nodes):
             if self.random.random() < 0.5:
                 self._order(name, orders.get(name))
+
+    def _formed(self) -> None:
+        """There is a new world."""
 
     def _commit(self) -> None:
         """The newest whole state is on storage, and nodes say what their ranks were trained on."""
@@ -203,14 +214,17 @@ class ModelPlay(Play):
     def _strike(self) -> None:
         kind = self.random.choice(STRIKES)
         self.struck[kind] += 1
+        if kind == "scale":
+            self._scale()
+        else:
+            running = [node for node in self.running if node.ranks and node.generation == self.drive.world.generation]
+            self._harm(kind, running)
+
+    def _harm(self, kind: str, running: list[Node]) -> None:
         if kind == "master":
             self.drive.take_over()
             self.leasing = Leasing()
             return
-        if kind == "scale":
-            self._scale()
-            return
-        running = [node for node in self.running if node.ranks and node.generation == self.drive.world.generation]
         if not running:
             return
         node = self.random.choice(running)
@@ -256,18 +270,22 @@ class ModelPlay(Play):
         for name in sorted(self.nodes):
             known = self.drive.state.nodes.nodes.get(name)
             if known is None or known.released:
-                node = self.nodes.pop(name)
-                node.stop()
-                for word in node.last_words():
-                    self.drive.do(word)
-                self.drive.do(ReportLeft(name))
-                self.drive.observe(name, "gone")
-                self.leasing.forget(name)
-                self.states.lose(name, self.random)
+                self._leave(name)
         self.drive.wait(self.random.choice((1, 60)))
         self._come()
 
-    def check(self) -> ModelPlay:
+    def _leave(self, name: str) -> None:
+        """A node that is released leaves in good order, and its memory is lost."""
+        node = self.nodes.pop(name)
+        node.stop()
+        for word in node.last_words():
+            self.drive.do(word)
+        self.drive.do(ReportLeft(name))
+        self.drive.observe(name, "gone")
+        self.leasing.forget(name)
+        self.states.lose(name, self.random)
+
+    def check(self) -> Self:
         """No state has a position twice, its ranks say what it has, and the last model has all."""
         for state in self.states.whole():
             self.states.check(state)
@@ -285,6 +303,82 @@ class ModelPlay(Play):
             state = self.states.bases[fact.generation][0]
             assert (fact.of, fact.step) == state, "the log says that it resumed from another state"
         return self
+
+
+class PlannedPlay(ModelPlay):
+    """The same where ranks can agree on a step boundary: nodes that leave, and newcomers, change the world there.
+
+    All ranks publish the boundary's step and wait, and the next generation resumes from it: nothing is trained again.
+    ``boundaries``: the worlds that were formed so.
+    """
+
+    planned = True
+
+    def __init__(self, seed: int, *, strikes: int = 6) -> None:
+        super().__init__(seed, strikes=strikes, plan_s=30.0, boundary_s=10.0, grow_window_s=1.0)
+        self.boundaries = 0
+        self.again: dict[int, int] = {}
+
+    def _tick(self) -> None:
+        super()._tick()
+        due = MODEL.due(self.drive.state)
+        if due is not None and due <= self.drive.now:
+            self.drive.do(Tick())
+        self._go_to_boundary()
+        for name in sorted(self.nodes):
+            if self.drive.state.nodes.nodes[name].released and self.random.random() < 0.3:
+                self._leave(name)
+        if self.random.random() < 0.3:
+            self._come()
+        expected = self.again.pop(self.leased.generation, self.leased.again)
+        assert self.leased.again == expected, "a planned change made the ranks train samples again"
+
+    def _go_to_boundary(self) -> None:
+        """Ranks arm; rank 0 chooses the boundary; nodes whose ranks all wait there say so. After a dropped plan they go on."""
+        plan, generation = self.drive.state.plans.by_group.get("worker"), self.drive.world.generation
+        nodes = [node for node in self.running if node.generation == generation and len(node.ranks) == 2]
+        if plan is None or not plan.go_at:
+            for rank in (rank for node in nodes for rank in node.ranks):
+                rank.boundary = 0
+        if plan is None or not plan.asked_at:
+            return
+        ranks = [rank for node in nodes for rank in node.ranks]
+        if plan.go_at and len(nodes) == len(self.running) and not all(rank.boundary for rank in ranks):
+            begun = max(1, *(rank.step + (rank.span is not None) for rank in ranks))
+            boundary = begun + self.random.randrange(1, 4)
+            for rank in ranks:
+                rank.boundary = boundary
+        for node in nodes:
+            if self.random.random() < 0.5:
+                continue
+            if not plan.go_at and node.node not in plan.armed:
+                self.drive.do(ReportArmed(node.node, plan.number))
+            elif plan.go_at and node.node not in plan.at_boundary and all(rank.waits for rank in node.ranks):
+                held = node.ranks[0].boundary - 1
+                self.drive.do(ReportHeld(node.node, generation, (held,), plan.number, (), b""))
+            if self.drive.world.generation != generation:
+                return
+
+    def _formed(self) -> None:
+        formed = self.drive.facts(WorldFormed)[-1]
+        if not formed.reason.startswith("planned change"):
+            return
+        self.boundaries += 1
+        state = formed.generation - 1, formed.resume_step
+        assert state in self.states.whole(), "ranks waited at a boundary, and not all of them have its step"
+        self.states.resume(formed.generation, self.drive.world.size, state)
+        self.again[formed.generation] = self.leased.again
+
+    def _strike(self) -> None:
+        kind = self.random.choice((*STRIKES, "leave", "scale"))
+        self.struck[f"planned_{kind}"] += 1
+        running = [node for node in self.running if node.ranks and node.generation == self.drive.world.generation]
+        if kind == "scale":
+            self.drive.do(ScaleGroup("worker", 1, self.random.randrange(1, NODES_MAX + 1), "people ask"))
+        elif kind == "leave" and running:
+            self.drive.do(DrainNode(self.random.choice(running).node, "its host is repaired"))
+        else:
+            self._harm(kind, running)
 
 
 class ServerPlay(Play):
@@ -374,6 +468,15 @@ def trial(seed: int) -> dict[str, Any]:
         **dict(sorted(play.struck.items())),
         "log": hashlib.blake2b(b"".join(one.payload for one in play.drive.batches), digest_size=8).hexdigest(),
     }
+    if seed % 2:
+        planned = PlannedPlay(seed)
+        planned.drive.looks = seed % 10 == 1
+        planned.play().check()
+        told |= {
+            "planned_samples": SIZE * EPOCHS,
+            "boundaries": planned.boundaries,
+            **dict(sorted(planned.struck.items())),
+        }
     if seed % 4 == 0:
         server = ServerPlay(seed)
         server.drive.looks = seed % 10 == 0

@@ -1,11 +1,20 @@
-"""Leases under deaths of workers, nodes and masters, slow nodes, lost and late words: nothing is lost, repetitions are told."""
+"""Leases under deaths of workers, nodes and masters, slow nodes, lost and late words: nothing is lost, repetitions are told.
+
+Of models that are restored, those plays are here whose ranks agree on boundaries; test_restored_leases.py has the others.
+"""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
 import pytest
-from tests.chaos.lease_seeds import EPOCHS, TICK_S, ServerPlay, trial
+from tests.chaos.lease_seeds import EPOCHS, TICK_S, PlannedPlay, ServerPlay, trial
 
 from dlrover_core.job.leases import LeaseGranted, LeaseReturned
+from dlrover_core.job.plans import Plan
+from dlrover_core.testing.restored_leases import Rank
 
 SCALES = 0
 """A seed of which the job is scaled."""
@@ -33,6 +42,31 @@ def test_a_slow_node_gives_back_what_it_cannot_use_in_time() -> None:
     assert play.ticks * TICK_S <= 1.15 * ideal_s
     assert len(play.drive.facts(LeaseGranted)) <= 3 * (ideal_s / 10 + 10)
     assert len(play.drive.facts(LeaseReturned)) <= 12
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_planned_changes_train_nothing_again(seed: int) -> None:
+    """Nodes leave and come at step boundaries, between deaths; the next generation resumes from the boundary's own step."""
+    assert PlannedPlay(seed).play().check().boundaries
+
+
+def takes_one_more() -> Any:
+    """A rank that waits at the boundary takes one batch more."""
+    return mock.patch.object(Rank, "waits", property(lambda rank: 0 < rank.boundary <= rank.step and rank.span is None))
+
+
+def resumes_one_step_before() -> Any:
+    """The leader lets the next generation resume from the step before the boundary's."""
+    boundary = Plan.boundary
+    return mock.patch.object(Plan, "boundary", lambda plan, members: max(-1, boundary(plan, members) - 1))
+
+
+@pytest.mark.parametrize("bug", [takes_one_more, resumes_one_step_before])
+def test_a_planted_bug_of_planned_changes_is_found(bug: Any) -> None:
+    """By the seed of the test above."""
+    planted: AbstractContextManager[Any] = bug()
+    with planted, pytest.raises(AssertionError):
+        PlannedPlay(0).play().check()
 
 
 def test_a_seed_makes_one_history() -> None:

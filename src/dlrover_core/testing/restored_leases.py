@@ -85,7 +85,17 @@ class States:
 
 @dataclass(slots=True)
 class Rank:
-    """One rank. ``drawn``: what its loader has; ``span``: what it trains until ``until_s``; ``base``: what rank 0 says again."""
+    """One rank.
+
+    rank:     its number
+    session:  of its loader
+    per_s:    samples a second
+    base:     what rank 0 says again
+    drawn:    what its loader has
+    span:     what it trains until ``until_s``
+    step:     the last step that it has made
+    boundary: it waits before it would make this step; 0: there is no boundary
+    """
 
     rank: int
     session: int
@@ -98,6 +108,12 @@ class Rank:
     model: tuple[int, ...] = ()
     trained: Ranges = field(default_factory=Ranges)
     heard_end: bool = False
+    boundary: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """Is it at the boundary of a planned change?"""
+        return self.boundary > 0 and self.span is None and self.step + 1 >= self.boundary
 
     def learns(self, span: Span) -> None:
         """A step is made with these."""
@@ -164,12 +180,17 @@ class Node:
             if drawn is None:
                 break
             rank.drawn.append(drawn)
-        while rank.span is None and rank.drawn:
+        while rank.span is None and rank.drawn and not rank.waits:
             first = rank.drawn.pop(0)
             if self.take(rank, first, now_s):
                 rank.span, rank.until_s = first, now_s + (first.end - first.start) / rank.per_s
+        if (
+            rank.boundary and rank.span is None and not rank.waits
+        ):  # ranks that have nothing to draw make the others' steps
+            rank.step += 1
+            self.save(rank)
         rank.heard_end = self.leases.finished and not rank.drawn
-        return rank.span is None and not self.leases.finished
+        return rank.span is None and not rank.waits and not self.leases.finished
 
     def take(self, rank: Rank, span: Span, now_s: float) -> bool:
         """A rank takes what its loader has drawn."""
