@@ -12,8 +12,9 @@ workers write.
 - drain: a rank's host is drained with a notice, and a third host is idle. The raylet is killed at the deadline, or as soon as two
   ranks step elsewhere. Counted are steps that were made twice, and the longest time without a step;
 - room: a job of 1 to 2 nodes has one; a second host comes; until both ranks step;
-- away: the process with the cluster's state is killed and started again; a worker is killed meanwhile, and the same with our
-  local backend. Counted are workers that were restarted otherwise; known again is all when a desk tells of all nodes anew;
+- away: the process with the cluster's state is killed and started again; a worker is killed meanwhile, ours three times, and with
+  our local backend, too. Counted are workers that were restarted otherwise; known again is all when a desk tells of all nodes
+  anew;
 - idle: nodes that Ray holds, of which nothing is heard: the share of a core that desk and observer take together.
 
 ``--only PART`` measures one of them. The result is written after each trial, and ``--add`` goes on with it until there are
@@ -82,7 +83,8 @@ WORKER_S, HALF, WARM, START, DRAIN, ROOM, CORE, KNOWN_S = 0.1, 0.5, 0.25, 1.0, 0
 CALM_STEPS = 20
 LOOK_S = 0.05
 """So often the diary is read. Its lines have their own times; reading it oftener takes a core from what is measured."""
-BACK_LIMIT_S, ROOM_LIMIT_S = 90.0, 150.0
+BACK_LIMIT_S, ROOM_LIMIT_S = 150.0, 150.0
+AWAY_KILLS = 3
 SETTLE_S, CALM_AFTER_S = 2.0, 10.0
 MASTER = "dlrover-master"
 SMALL, TOLD = "CPU=0.001", "told.json"
@@ -103,8 +105,11 @@ def calm(job: Job, ranks: int, beside: set[int]) -> set[int]:
 
 
 def worker_of(job: Job, rank: int) -> int:
-    """The newest process of a rank."""
-    return next(one.pid for one in reversed(job.lines()) if one.rank == rank)
+    """The newest process of a rank. Raises `Broken`."""
+    found = next((one.pid for one in reversed(job.lines()) if one.rank == rank), 0)
+    if not found:
+        raise Broken(f"there was no rank {rank}")
+    return found
 
 
 def back(job: Job, ranks: int, beside: set[int], since: float, limit_s: float = BACK_LIMIT_S) -> float:
@@ -254,28 +259,28 @@ def room(launcher: str) -> dict[str, float]:
 
 
 def away(launcher: str, seconds: float) -> dict[str, float]:
-    """The cluster's state service is away for so long, a worker is killed at a quarter of that time, and all goes on."""
+    """The cluster's state service is away for so long, a worker is killed from a quarter of that time on, and all goes on."""
     found = {}
     if launcher == OURS:
         with ray_job(LOCAL, None, "2:2") as job:
-            found["away-local"] = in_place(job, 1)
+            found["away-local"] = in_place(job, AWAY_KILLS)
     with ground(2, **ON_DISK) as cluster, ray_job(launcher, cluster, "2:2") as job:
         before = calm(job, 2, set())
         began = float(cluster.order("state", **{"is": "gone"}))
         wait_until(job, began + seconds / 4)
-        seen = {one.pid for one in job.lines()}
-        at = killed(worker_of(job, 1))
-        if launcher == OURS:
-            found["away"] = back(job, 2, before, at)
+        if launcher != OURS:
+            at = killed(worker_of(job, 1))
+            wait_until(job, began + seconds)
+            cluster.order("state", **{"is": "back"})
+            return {"away": back(job, 2, before, at)}
+        found["away"] = in_place(job, AWAY_KILLS)
+        if now() > began + seconds:
+            raise Broken(f"{AWAY_KILLS} kills took longer than the {seconds:g} s that the state service is away")
         wait_until(job, began + seconds)
         returned = float(cluster.order("state", **{"is": "back"}))
-        if launcher == OURS:
-            found["known"] = asyncio.run(known(job, 2)) - returned
-        else:
-            found["away"] = back(job, 2, before, at)
-        if launcher == OURS:
-            wait_until(job, now() + CALM_AFTER_S)
-            found["restarted"] = float(len({one.pid for one in job.lines()} - seen) - 2)
+        found["known"] = asyncio.run(known(job, 2)) - returned
+        wait_until(job, returned + CALM_AFTER_S)
+        found["restarted"] = float(len({one.pid for one in job.lines()} - before) - 2 * AWAY_KILLS)
     return found
 
 
@@ -516,8 +521,8 @@ def measured(result: Result, found: Found, chosen: argparse.Namespace) -> bool:
                 continue
             try:
                 told = trial(part, chosen)
-            except Broken as error:
-                say(f"{part} {number}/{chosen.trials} cannot be measured: {error}")
+            except (Broken, CoreError, OSError, subprocess.SubprocessError) as error:
+                say(f"{part} {number}/{chosen.trials} cannot be measured: {type(error).__name__}: {error}")
                 good = False
                 continue
             for launcher, figures in told.items():
