@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 from dlrover_core.job import plans, world
 from dlrover_core.kernel.events import Record
@@ -93,6 +93,7 @@ async def happened(cluster: Cluster, kind: type) -> None:
 
 async def recorded(cluster: Cluster, true: Callable[[list[Record]], bool]) -> None:
     """Until this holds of the log."""
+    loop = cast(virtual_loop.VirtualLoop, asyncio.get_running_loop())
 
     async def look() -> None:
         records: list[Record] = []
@@ -101,6 +102,6 @@ async def recorded(cluster: Cluster, true: Callable[[list[Record]], bool]) -> No
             records += more
             if more and true(records):
                 return
-            await asyncio.sleep(0.0005)  # anybody may write; time is virtual
+            await loop.tick(0.0005)  # anybody may write
 
     await asyncio.wait_for(look(), 600.0)

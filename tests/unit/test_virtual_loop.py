@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
+from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop
+from dlrover_core.testing.cluster import Cluster
 from dlrover_core.testing.virtual_loop import Deadlock, Runaway, ThreadHop, VirtualLoop, spawn
 
 
@@ -265,3 +267,35 @@ def test_timers_of_a_skewed_clock_never_fire_early(rate: float) -> None:
         await spawn("one", waits())
 
     virtual_loop.run(story(), limit_s=1e9)
+
+
+def test_who_looks_again_looks_where_something_has_run() -> None:
+    """The moments of a look are those of sleeping anew each time; those before which nothing has run are passed over."""
+
+    async def looks(passing: bool) -> list[float]:
+        loop, found, state = asyncio.get_running_loop(), list[float](), list[int]()
+        assert isinstance(loop, VirtualLoop)
+        for moment in (0.35, 1.0, 1.05, 7.777):
+            loop.call_at(moment, state.append, 0)
+        while len(state) < 4:
+            before = len(state)
+            await (loop.tick(0.1) if passing else asyncio.sleep(0.1))
+            if len(state) > before or passing:
+                found.append(loop.time())
+        return found
+
+    passed, each = virtual_loop.run(looks(True)), virtual_loop.run(looks(False))
+    assert [moment for moment in each if moment not in passed] == []
+    assert len(passed) <= len(each) + 2  # one look may find that a timer of the loop itself has run
+
+
+def test_a_look_at_the_clock_is_repeated_though_nothing_runs() -> None:
+    """What comes true by the time alone is found at its moment, and not when something runs again."""
+
+    async def story() -> float:
+        async with Cluster(JobSpec("job", (GroupSpec("worker", 1),))) as cluster:
+            loop = asyncio.get_running_loop()
+            await cluster.until(lambda: loop.time() >= 0.4567)
+            return loop.time()
+
+    assert 0.4567 <= virtual_loop.run(story()) < 0.4587

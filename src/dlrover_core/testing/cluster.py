@@ -334,7 +334,8 @@ class Cluster:
     def state(self) -> JobState:
         """The leader's state."""
         leading = [master for master in self.masters if master.leading]
-        return next((master.state for master in [*leading, *reversed(self.masters)] if master.state.seq), FOLD.new())
+        known = (master.state for master in (*leading, *reversed(self.masters)) if master.state.seq)
+        return next(known, None) or FOLD.new()
 
     async def records(self) -> list[Record]:
         """The whole log."""
@@ -349,11 +350,15 @@ class Cluster:
         return fold(await self.records())
 
     async def until(self, true: Callable[[], bool], limit_s: float = 600.0, every_s: float = 0.001) -> None:
-        """Until something holds; looked at every millisecond of virtual time."""
+        """Until something holds; looked at every millisecond of virtual time before which anything has run."""
+        loop = self._loop
 
         async def look() -> None:
-            while not true():  # noqa: ASYNC110  # anything may make it true; time is virtual
-                await asyncio.sleep(every_s)
+            asked = loop.asked
+            while not true():  # anything may make it true; time is virtual
+                # What asks for the time may come true while nothing runs.
+                await (asyncio.sleep(every_s) if loop.asked != asked else loop.tick(every_s))
+                asked = loop.asked
 
         await asyncio.wait_for(look(), limit_s)
 

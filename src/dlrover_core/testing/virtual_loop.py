@@ -56,33 +56,22 @@ class _Clock(NamedTuple):
 
 
 class _Timer(asyncio.TimerHandle):
-    """A timer; of two for the same moment the older comes first, which a heap alone does not promise. Unless there is a seed:
-    then it orders owners, and each owner's own keep theirs.
-    """
+    """A timer whose moment can be moved. Whoever holds the heap puts it in order."""
 
-    __slots__ = ("order",)
-    order: tuple[float, int, int]
-
-    def __lt__(self, other: object) -> bool:
-        return self.order < cast(_Timer, other).order
+    __slots__ = ()
 
     def move(self, when: float) -> None:
-        """Be for another moment. Whoever holds the heap puts it in order."""
+        """Be for another moment."""
         cast(Any, self)._when = when
-        self.order = (when, *self.order[1:])
 
 
-class _Jump:
-    """Stands where the selector is: instead of waiting it moves time."""
+# A place in the heap: of two timers for the same moment the older comes first, which a heap of timers does not promise.
+# Unless there is a seed: then it orders owners, and each owner's own keep theirs. The third number decides at the latest.
+_Due = tuple[float, int, int, _Timer]
 
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
 
-    def select(self, timeout: float | None) -> list[Any]:
-        if timeout is None:
-            raise Deadlock(self._loop.waiting())
-        self._loop.jump(timeout)
-        return []
+class _NoSelector:
+    """Stands where the selector is, which the base closes."""
 
     def close(self) -> None:
         """Nothing is held."""
@@ -95,24 +84,28 @@ class VirtualLoop(asyncio.BaseEventLoop):
     """
 
     _ready: deque[asyncio.Handle]
-    _scheduled: list[asyncio.TimerHandle]
+    _scheduled: list[_Due]
+    _stopping: bool
+    _closed: bool
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self._salt = seed
         self._virtual = 0.0
-        self._selector = _Jump(self)
+        self._selector = _NoSelector()
         self._clock_resolution = math.ulp(0.0)
         self._orders = itertools.count()
         self._frozen: set[str] = set()
         self._held: list[asyncio.Handle] = []
-        self._held_timers: list[asyncio.TimerHandle] = []
+        self._held_timers: list[_Due] = []
         self._clocks: dict[str, _Clock] = {}
         self._turns = 0
+        self.asked = 0  # how often somebody has asked for the time
         self._owners: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
 
     def time(self) -> float:
         """Virtual seconds, by the clock of whoever asks."""
+        self.asked += 1
         return self.time_of(_OWNER.get()) if self._clocks else self._virtual
 
     def time_of(self, owner: str) -> float:
@@ -124,9 +117,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """From now on the clock of ``owner`` runs ``rate`` times as fast; what it waits for already comes accordingly."""
         before = self._clocks.get(owner, _Clock(0.0, 0.0, 1.0)).rate
         self._clocks[owner] = _Clock(self._virtual, self.time_of(owner), rate)
-        for timer in (*self._scheduled, *self._held_timers):
-            if _owner_of(timer) == owner and timer.when() > self._virtual:
-                cast(_Timer, timer).move(self._virtual + (timer.when() - self._virtual) * before / rate)
+
+        def moved(due: _Due) -> _Due:
+            when, turn, order, timer = due
+            if _owner_of(timer) != owner or when <= self._virtual:
+                return due
+            timer.move(self._virtual + (when - self._virtual) * before / rate)
+            return (timer.when(), turn, order, timer)
+
+        self._scheduled[:] = map(moved, self._scheduled)
+        self._held_timers = list(map(moved, self._held_timers))
         heapq.heapify(self._scheduled)
 
     def _true(self, when: float) -> float:
@@ -192,17 +192,44 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 f"time stands still at {self._virtual:g} s for {TURNS_MAX} turns; busy is one of:\n  "
                 + "\n  ".join(who)
             )
-        super()._run_once()  # type: ignore[misc]  # private, and there since 3.4
+        ready, scheduled = self._ready, self._scheduled
+        while scheduled and scheduled[0][-1]._cancelled:
+            heapq.heappop(scheduled)
+        if not ready and not self._stopping:
+            if not scheduled:
+                raise Deadlock(self.waiting())
+            self.jump(scheduled[0][0] - self._virtual)
+        end = self._virtual + self._clock_resolution
+        while scheduled and scheduled[0][0] < end:
+            ready.append(heapq.heappop(scheduled)[-1])
+        for _ in range(len(ready)):  # what these add comes in the next turn
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+
+    async def tick(self, every_s: float) -> None:
+        """Sleep for ``every_s``, or so many times as long that something has run meanwhile: for who looks and looks again."""
+        when = self._virtual + every_s
+        if every_s > 0 and not self._ready and not self._clocks and self._scheduled:
+            next_ = self._scheduled[0][0]
+            while when < next_:
+                when += every_s
+        future = self.create_future()
+        timer = self.call_at(when, _wake, future)
+        try:
+            await future
+        finally:
+            timer.cancel()
 
     def _hold_back(self) -> None:
         ready = list(self._ready)
         self._ready.clear()
         for handle in ready:
             (self._held if self._is_frozen(handle) else self._ready).append(handle)
-        mine = [timer for timer in self._scheduled if self._is_frozen(timer)]
+        mine = [due for due in self._scheduled if self._is_frozen(due[-1])]
         if mine:
             self._held_timers += mine
-            self._scheduled[:] = [timer for timer in self._scheduled if not self._is_frozen(timer)]
+            self._scheduled[:] = [due for due in self._scheduled if not self._is_frozen(due[-1])]
             heapq.heapify(self._scheduled)
 
     def _is_frozen(self, handle: asyncio.Handle) -> bool:
@@ -215,10 +242,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Call back at a moment; in the order of asking, among those of the same moment."""
         when = self._true(when) if self._clocks else when
         timer = _Timer(when, callback, args, self, context)
-        timer.order = (when, self._turn_of(_owner_of(timer), when) if self._salt else 0, next(self._orders))
-        heapq.heappush(self._scheduled, timer)
-        cast(Any, timer)._scheduled = True
+        turn = self._turn_of(_owner_of(timer), when) if self._salt else 0
+        heapq.heappush(self._scheduled, (when, turn, next(self._orders), timer))
         return timer
+
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]  # as above
+        """Call back in the next turn: as asyncio's own, which looks first whether threads are to be watched."""
+        if self._closed:
+            raise RuntimeError("Event loop is closed")
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
 
     def _process_events(self, event_list: object) -> None:
         """There are none."""
@@ -249,6 +283,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         raise ThreadHop("a thread tried to wake a virtual-time loop")
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _owner_of(handle: asyncio.Handle) -> str:
