@@ -10,7 +10,7 @@ import pytest
 import structlog
 from ray_store import JOB, Tables, tables
 
-from dlrover_backends.ray import desk, masters, mastery, private
+from dlrover_backends.ray import desk, masters, mastery, parting, private
 from dlrover_backends.ray.masters import NotKept
 from dlrover_backends.ray.mastery import SPACE, Plan
 from dlrover_backends.ray.records import Actor
@@ -172,3 +172,67 @@ def test_a_keeper_is_not_moved_to_a_host_that_is_gone(store: Tables, monkeypatch
     assert scheduler.made == [(1, "a")]
     ray.nodes = lambda: [{"NodeID": "b", "Alive": True}, {"NodeID": "a", "Alive": False}]
     masters.settle(Plan(JOB, "r1", (), "t", keepers=2), wanted)
+
+
+# ---- keepers that come to share a host later
+
+
+def keeper(number: int, host: str, state: str = "ALIVE", key: str = "") -> Actor:
+    """A keeper of the run."""
+    return Actor(
+        key or f"id-{number}", mastery.called(JOB, "r1", number), SPACE, state, host if state == "ALIVE" else "a"
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "keepers", "hosts", "moved"),
+    [
+        (0, [keeper(0, "a"), keeper(1, "b")], "ab", {}),
+        (0, [keeper(0, "a"), keeper(1, "a")], "ab", {1: "b"}),
+        (1, [keeper(0, "a"), keeper(1, "a")], "ab", {}),
+        (0, [keeper(0, "a"), keeper(1, "a")], "a", {}),
+        (0, [keeper(0, "a"), keeper(1, "b"), keeper(2, "a")], "abc", {2: "c"}),
+        (0, [keeper(0, "a"), keeper(1, "a"), keeper(2, "b", "RESTARTING")], "abc", {}),
+        (0, [keeper(1, "a"), keeper(2, "a")], "ab", {}),
+    ],
+    ids=[
+        "apart",
+        "together",
+        "the other one moves it",
+        "no other host",
+        "one of three",
+        "one is about to come",
+        "not there",
+    ],
+)
+def test_who_moves_whom(own: int, keepers: list[Actor], hosts: str, moved: dict[int, str]) -> None:
+    """The first keeper of a host moves the others of it to hosts without any, once all have their places."""
+    found = parting.moves(mastery.called(JOB, "r1", own), keepers, hosts)
+    assert found == {mastery.called(JOB, "r1", one): (f"id-{one}", host) for one, host in moved.items()}
+
+
+def test_keepers_that_share_a_host_are_parted(store: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that Ray has just brought there is left alone for a while, and so is a host that is drained."""
+    plan, drained = Plan(JOB, "r1", (), "t", keepers=2), {"b": 0}
+    scheduler = scheduler_of(store, monkeypatch, ["b"])
+    monkeypatch.setattr(private, "draining", lambda: drained)
+    store.actors = [keeper(0, "a"), keeper(1, "a")]
+    looks: list[set[str]] = []
+
+    def over(bound_s: float) -> bool:
+        assert bound_s == parting.LOOK_S
+        looks.append({one.host_id for one in store.actors})
+        match len(looks):
+            case 3:
+                drained.clear()
+            case 4:  # it was restarted meanwhile
+                store.actors = [keeper(0, "a"), keeper(1, "a", key="id-9")]
+            case 6:
+                monkeypatch.setattr(private, "draining", lambda: 1 / 0)  # what Ray raises is over at the next look
+            case 7:
+                monkeypatch.setattr(private, "draining", lambda: drained)
+        return len(looks) == 9
+
+    parting.part(plan, 0, over)
+    assert looks == [{"a"}] * 5 + [{"a", "b"}] * 4
+    assert scheduler.made == [(1, "b")]

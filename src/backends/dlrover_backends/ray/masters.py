@@ -58,7 +58,7 @@ class Found(NamedTuple):
 def find(job: str) -> Found | None:
     """The job of that name; None: the cluster does not know it."""
     record = mastery.record_of(job, _parts(job))
-    return None if record is None else Found(record, tuple(_living(job, record.run)))
+    return None if record is None else Found(record, tuple(alive(job, record.run)))
 
 
 def jobs() -> list[str]:
@@ -111,7 +111,7 @@ def _lives(record: Record) -> bool:
     if record.over is not None:
         return False
     is_young = abs(time.time() - record.since) < YOUNG_S and not private.has_ended(record.claimant)
-    if is_young or _living(record.job, record.run):
+    if is_young or alive(record.job, record.run):
         return True
     return bool(record.driver) and _answers(record.driver)
 
@@ -148,7 +148,7 @@ def keep(plan: Plan) -> dict[str, str]:
         raise NotKept(f"the name of job {plan.job!r} is not claimed by run {plan.run}")
     import ray
 
-    there = {one.name: one.host_id for one in _living(plan.job, plan.run)}
+    there = {one.name: one.host_id for one in alive(plan.job, plan.run)}
     hosts = [one["NodeID"] for one in ray.nodes() if one["Alive"]]
     own = ray.get_runtime_context().get_node_id()
     # The driver's host comes last: its masters, or those that wait for its death, are there already.
@@ -199,7 +199,7 @@ def _is_settled(plan: Plan, wanted: Mapping[str, str], moving: dict[str, str], *
     """
     import ray
 
-    living = {one.name: one for one in _living(plan.job, plan.run)}
+    living = {one.name: one for one in alive(plan.job, plan.run)}
     for name in [one for one, ended in moving.items() if one in living and living[one].id != ended]:
         del moving[name]
     gone = moving.keys() - living.keys()
@@ -281,7 +281,7 @@ def release(job: str, run: str) -> None:
     Raises `StillKept` where keepers are left. Then the store still says that the name is theirs.
     """
     deadline, asked = time.monotonic() + GONE_S, set[str]()
-    while living := _living(job, run):
+    while living := alive(job, run):
         if time.monotonic() > deadline:
             raise StillKept(
                 f"masters of job {job}, run {run}, are still kept after {GONE_S:g} s, by "
@@ -365,5 +365,6 @@ def _keepers(job: str, run: str) -> list[Actor]:
     return [one for one in private.actors(SPACE) if mastery.run_of(one.name) == (job, run)]
 
 
-def _living(job: str, run: str) -> list[Actor]:
+def alive(job: str, run: str) -> list[Actor]:
+    """The keepers of a run's masters that are not over. Raises whatever Ray does."""
     return [one for one in _keepers(job, run) if not one.is_dead]

@@ -26,6 +26,7 @@ import structlog
 from dlrover_backends.ray import mastery
 from dlrover_backends.ray.keeper import KILL_WAIT_S, OWN, command, raylet
 from dlrover_backends.ray.mastery import ENDS, EVERYWHERE, Plan
+from dlrover_backends.ray.parting import part
 from dlrover_backends.shared.process import LocalCommand, Started
 
 AGAIN_S, AGAIN_MAX_S = 0.5, 5.0
@@ -79,9 +80,13 @@ class MastersKeeper:
         try:
             _await_end(self._plan.driver, self._released)
             self._await_move()
+            if self._plan.keepers > 1:
+                threading.Thread(
+                    target=part, args=(self._plan, self._number, self._is_released_within), daemon=True
+                ).start()
             self._tell_end(self._keep())
         except Released:  # the driver's good end was its death, too
-            if select.select([self._released], [], [], 0)[0]:
+            if self._is_released_within(0.0):
                 self._idle.set()
                 return
             log.info("the job is over, and its masters are not wanted")
@@ -111,8 +116,11 @@ class MastersKeeper:
 
         Masters that were started here meanwhile would have others told an address that is nobody's soon. Raises `Released`.
         """
-        if self._host and _is_elsewhere(self._host) and select.select([self._released], [], [], SETTLE_S)[0]:
+        if self._host and _is_elsewhere(self._host) and self._is_released_within(SETTLE_S):
             raise Released
+
+    def _is_released_within(self, bound_s: float) -> bool:
+        return bool(select.select([self._released], [], [], bound_s)[0])
 
     # ---- the masters
 
@@ -128,7 +136,7 @@ class MastersKeeper:
             if crashes >= CRASHES_MAX:
                 self._last.append(f"masters have ended {crashes} times in a row, with status {status} at last")
                 return GIVEN_UP
-            if select.select([self._released], [], [], min(AGAIN_MAX_S, AGAIN_S * 2 ** max(0, crashes - 1)))[0]:
+            if self._is_released_within(min(AGAIN_MAX_S, AGAIN_S * 2 ** max(0, crashes - 1))):
                 raise Released
 
     def _once(self) -> int:

@@ -1,0 +1,67 @@
+"""Parts masters' keepers that have come to share a host, so that the death of one host takes one of them alone.
+
+Ray starts a keeper whose host has died wherever there is room, which may be beside the other one, and never moves an actor. So
+each keeper looks now and then. The one with the lowest number on a host has the others made anew on hosts without any.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+import structlog
+
+from dlrover_backends.ray import mastery, private
+from dlrover_backends.ray.mastery import Plan
+from dlrover_backends.ray.records import Actor
+
+LOOK_S = 30.0
+"""Keepers that share a host at two looks in a row are parted: those of a start are moved by `masters.settle` meanwhile."""
+
+log = structlog.get_logger("dlrover.backend")
+
+
+def moves(own: str, keepers: Collection[Actor], hosts: Collection[str]) -> dict[str, tuple[str, str]]:
+    """The keepers that the one called ``own`` is to move: their actors' ids and where to, by their names.
+
+    ``keepers``: those of the run that are not over; ``hosts``: ids of hosts that live and will stay
+    """
+    running = {one.name: one for one in keepers if one.state == "ALIVE" and one.host_id}
+    if own not in running or len(running) < len(keepers):  # one that is started anew may come to any host
+        return {}
+    there = sorted((one for one in running.values() if one.host_id == running[own].host_id), key=_number)
+    free = sorted(set(hosts) - {one.host_id for one in running.values()})
+    if there[0].name != own:
+        return {}
+    return {one.name: (one.id, host) for one, host in zip(there[1:], free, strict=False)}
+
+
+def _number(keeper: Actor) -> int:
+    return int(keeper.name.rpartition("#")[2])
+
+
+def part(plan: Plan, number: int, over: Callable[[float], bool]) -> None:
+    """Look until ``over``, which waits for so many seconds, says that it is over. Blocks."""
+    own, before = mastery.called(plan.job, plan.run, number), dict[str, str]()
+    while not over(LOOK_S):
+        try:
+            before = _look(plan, own, before)
+        except Exception as error:  # noqa: BLE001  # Ray raises anything
+            log.warning("masters' keepers may share a host", error=f"{type(error).__name__}: {error}")
+
+
+def _look(plan: Plan, own: str, before: dict[str, str]) -> dict[str, str]:
+    """Move the keepers that are to be moved as they were before; the ids of those that are now. Raises whatever Ray does."""
+    import ray
+
+    from dlrover_backends.ray import masters
+
+    drained = private.draining()
+    hosts = [one["NodeID"] for one in ray.nodes() if one["Alive"] and one["NodeID"] not in drained]
+    found = moves(own, masters.alive(plan.job, plan.run), hosts)
+    wanted = {name: host for name, (key, host) in found.items() if before.get(name) == key}
+    if wanted:
+        began = time.monotonic()
+        masters.settle(plan, wanted)
+        log.warning("masters' keepers shared a host, and are parted", took_s=round(time.monotonic() - began, 1))
+    return {name: key for name, (key, _) in found.items()}
