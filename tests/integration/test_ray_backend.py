@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import itertools
 import os
+import re
 import select
 import signal
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -24,7 +26,7 @@ from dlrover_backends.shared.asking import StaleToken
 from dlrover_core import BackendContext
 from dlrover_core.diagnosis import signatures
 from dlrover_core.diagnosis.classify import of_platform
-from dlrover_core.errors import LaunchRefused
+from dlrover_core.errors import LaunchRefused, SpecError
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.backend import PRINTED, GroupSize, Wanted
 from dlrover_core.runtime.backends import SEAT
@@ -266,6 +268,44 @@ def test_a_node_from_its_launch_to_its_end(ground: RayGround, tmp_path: Path) ->
             with pytest.raises(LaunchRefused) as refused:
                 await backend.launch(other, 8)
             assert refused.value.permanent
+
+    story(told())
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "said"),
+    [
+        ("ray_version", "2.41.0", "runs Ray 2.41.0 with Python"),
+        ("python_version", "3.9.20", "with Python 3.9.20, and this is Ray"),
+    ],
+)
+def test_a_cluster_of_another_version(ground: RayGround, tmp_path: Path, kind: str, number: str, said: str) -> None:
+    """Before anything is started it is told which versions the cluster has, and what to do."""
+
+    async def told() -> None:
+        backend = RayBackend(context(ground, tmp_path))
+        with pytest.raises(SpecError, match=re.escape(said)) as refused:
+            await backend.check()
+        assert "install the cluster's versions here, or run this on its head" in str(refused.value)
+        await backend.close()
+
+    before = ground.order("version", kind=kind, number=number)
+    try:
+        story(told())
+    finally:
+        ground.order("version", kind=kind, number=before)
+
+
+def test_labels_that_ray_refuses(ground: RayGround, tmp_path: Path) -> None:
+    """Ray's own word for it comes before anything is started; labels that it takes pass."""
+
+    async def told() -> None:
+        async with running(context(ground, tmp_path, label="zone=in(a,b);tier=!spot")) as backend:
+            await backend.check()
+            wrong = RayBackend(replace(backend._here, args=context(ground, tmp_path, label="zone=a b").args))
+            with pytest.raises(SpecError, match=r"label: Ray refuses it: .*`a b`"):
+                await wrong.check()
+            await wrong.close()
 
     story(told())
 

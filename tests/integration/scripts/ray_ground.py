@@ -113,12 +113,25 @@ def main() -> None:
             "keys": [one.decode() for one in keys],
         }
 
+    def version(kind: str, number: str) -> str:
+        """What the cluster says of its Ray or its Python from now on; what it said before."""
+        from ray._private.ray_constants import KV_NAMESPACE_CLUSTER
+        from ray._raylet import GcsClient
+
+        client, key = GcsClient(address=cluster.address), b"CLUSTER_METADATA"
+        said = json.loads(client.internal_kv_get(key, KV_NAMESPACE_CLUSTER))
+        before, said[kind] = str(said[kind]), number
+        client.internal_kv_put(key, json.dumps(said).encode(), True, KV_NAMESPACE_CLUSTER)
+        return before
+
     def answer(order: str, **told: object) -> object:
         if order in {"fill", "free"}:
             return fill() if order == "fill" else free()
         if order == "state":  # the process that holds the cluster's state is killed, or started again
             head = cluster.head_node
             return head.kill_gcs_server() if told["is"] == "gone" else head.start_gcs_server()
+        if order == "version":
+            return version(str(told["kind"]), str(told["number"]))
         if order == "named":
             return named(str(told["namespace"]))
         if order == "left":
