@@ -21,6 +21,7 @@ def main() -> None:
         RAY_gcs_storage_path=f"{folder}/gcs",
         RAY_USAGE_STATS_ENABLED="0",
         RAY_enable_worker_prestart="0",
+        RAY_worker_niceness="0",  # on a busy machine what an actor starts, masters among it, would get nothing
         RAY_prestart_worker_first_driver="0",
         RAY_health_check_period_ms="500",
         RAY_health_check_failure_threshold="4",
