@@ -221,6 +221,14 @@ def _is_settled(plan: Plan, wanted: Mapping[str, str], moving: dict[str, str], *
     return not (gone or elsewhere or moving)
 
 
+def staying() -> list[str]:
+    """The ids of the hosts that live and are not drained. Raises whatever Ray does."""
+    import ray
+
+    drained = private.draining()
+    return [one["NodeID"] for one in ray.nodes() if one["Alive"] and one["NodeID"] not in drained]
+
+
 def _is_of(plan: Plan) -> bool:
     """Is the job's name still that of this run?"""
     record = mastery.record_of(plan.job, _parts(plan.job))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 
 import structlog
 
-from dlrover_backends.ray import mastery, private
+from dlrover_backends.ray import mastery
 from dlrover_backends.ray.mastery import Plan
 from dlrover_backends.ray.records import Actor
 
@@ -52,13 +52,9 @@ def part(plan: Plan, number: int, over: Callable[[float], bool]) -> None:
 
 def _look(plan: Plan, own: str, before: dict[str, str]) -> dict[str, str]:
     """Move the keepers that are to be moved as they were before; the ids of those that are now. Raises whatever Ray does."""
-    import ray
-
     from dlrover_backends.ray import masters
 
-    drained = private.draining()
-    hosts = [one["NodeID"] for one in ray.nodes() if one["Alive"] and one["NodeID"] not in drained]
-    found = moves(own, masters.alive(plan.job, plan.run), hosts)
+    found = moves(own, masters.alive(plan.job, plan.run), masters.staying())
     wanted = {name: host for name, (key, host) in found.items() if before.get(name) == key}
     if wanted:
         began = time.monotonic()
