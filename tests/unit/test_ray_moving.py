@@ -233,6 +233,6 @@ def test_keepers_that_share_a_host_are_parted(store: Tables, monkeypatch: pytest
                 monkeypatch.setattr(private, "draining", lambda: drained)
         return len(looks) == 9
 
-    parting.part(plan, 0, over)
+    masters.part(plan, 0, over)
     assert looks == [{"a"}] * 5 + [{"a", "b"}] * 4
     assert scheduler.made == [(1, "b")]

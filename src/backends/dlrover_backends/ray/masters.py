@@ -11,17 +11,21 @@ import itertools
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from dlrover_backends.ray import mastery, private
+import structlog
+
+from dlrover_backends.ray import mastery, parting, private
 from dlrover_backends.ray.endings import ending
 from dlrover_backends.ray.masters_keeper import SETTLE_S, MastersKeeper, environment_of
 from dlrover_backends.ray.mastery import SPACE, Plan, Record
 from dlrover_backends.ray.records import Actor
 from dlrover_core.errors import CoreError
+
+log = structlog.get_logger("dlrover.backend")
 
 LOOK_S, READY_S, GONE_S = 0.1, 60.0, 20.0
 YOUNG_S, ANSWER_S = 60.0, 1.0
@@ -221,12 +225,28 @@ def _is_settled(plan: Plan, wanted: Mapping[str, str], moving: dict[str, str], *
     return not (gone or elsewhere or moving)
 
 
-def staying() -> list[str]:
-    """The ids of the hosts that live and are not drained. Raises whatever Ray does."""
+def part(plan: Plan, number: int, over: Callable[[float], bool]) -> None:
+    """As keeper ``number``, part keepers that have come to share a host. ``over``: wait so many seconds; is it over? Blocks."""
+    own, before = mastery.called(plan.job, plan.run, number), dict[str, str]()
+    while not over(parting.LOOK_S):
+        try:
+            before = _part(plan, own, before)
+        except Exception as error:  # noqa: BLE001  # Ray raises anything
+            log.warning("masters' keepers may share a host", error=f"{type(error).__name__}: {error}")
+
+
+def _part(plan: Plan, own: str, before: Mapping[str, str]) -> dict[str, str]:
+    """Move the keepers that are to be moved as they were before; the ids of those that are now. Raises whatever Ray does."""
     import ray
 
     drained = private.draining()
-    return [one["NodeID"] for one in ray.nodes() if one["Alive"] and one["NodeID"] not in drained]
+    hosts = [one["NodeID"] for one in ray.nodes() if one["Alive"] and one["NodeID"] not in drained]
+    found = parting.moves(own, alive(plan.job, plan.run), hosts)
+    wanted = {name: host for name, (key, host) in found.items() if before.get(name) == key}
+    if wanted:
+        settle(plan, wanted)
+        log.warning("masters' keepers shared a host, and are parted", moved=sorted(wanted))
+    return {name: key for name, (key, _) in found.items()}
 
 
 def _is_of(plan: Plan) -> bool:
@@ -250,7 +270,7 @@ def _make(plan: Plan, number: int, host: str) -> None:
         resources={plan.pinned or private.implicit(SPACE): SLIVER},
         runtime_env=dict(env) or None,
         scheduling_strategy=None if plan.pinned else NodeAffinitySchedulingStrategy(host, soft=True),
-    ).remote(plan.to_map(), number, "" if plan.pinned else host)
+    ).remote(plan.to_map(), number, "" if plan.pinned else host, part if plan.keepers > 1 else None)
 
 
 def _with_orders() -> type:

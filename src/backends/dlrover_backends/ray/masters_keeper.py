@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ import structlog
 from dlrover_backends.ray import mastery
 from dlrover_backends.ray.keeper import KILL_WAIT_S, OWN, command, raylet
 from dlrover_backends.ray.mastery import ENDS, EVERYWHERE, Plan
-from dlrover_backends.ray.parting import part
 from dlrover_backends.shared.process import LocalCommand, Started
 
 AGAIN_S, AGAIN_MAX_S = 0.5, 5.0
@@ -48,6 +47,9 @@ JOB, LOG, STATE_DIR, RUN = "DLROVER_MASTER_JOB", "DLROVER_MASTER_LOG", "DLROVER_
 log = structlog.get_logger("dlrover.backend")
 
 
+Part = Callable[[Plan, int, Callable[[float], bool]], None]
+
+
 class Released(Exception):
     """Nobody wants the run's masters any more: it has no claim of its job's name, or is about to lose it."""
 
@@ -56,13 +58,13 @@ class MastersKeeper:
     """Keeps the masters of one job.
 
     ``plan`` is `mastery.Plan.to_map`; ``number``: which of the job's keepers this is; ``host``: Ray's id of the host that it
-    should be on, empty: any.
+    should be on, empty: any; ``part``: `masters.part` where there are others.
     """
 
-    def __init__(self, plan: dict[str, Any], number: int, host: str = "") -> None:
+    def __init__(self, plan: dict[str, Any], number: int, host: str = "", part: Part | None = None) -> None:
         import ray
 
-        self._plan, self._number, self._host = mastery.of_map(plan), number, host
+        self._plan, self._number, self._host, self._part = mastery.of_map(plan), number, host, part
         self._started: Started | None = None
         self._last: deque[str] = deque(maxlen=LINES)
         self._released, self._idle = os.eventfd(0, os.EFD_CLOEXEC), threading.Event()
@@ -80,10 +82,9 @@ class MastersKeeper:
         try:
             _await_end(self._plan.driver, self._released)
             self._await_move()
-            if self._plan.keepers > 1:
-                threading.Thread(
-                    target=part, args=(self._plan, self._number, self._is_released_within), daemon=True
-                ).start()
+            if self._part is not None:
+                others = (self._plan, self._number, self._is_released_within)
+                threading.Thread(target=self._part, args=others, daemon=True).start()
             self._tell_end(self._keep())
         except Released:  # the driver's good end was its death, too
             if self._is_released_within(0.0):

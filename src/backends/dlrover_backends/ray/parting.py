@@ -6,19 +6,12 @@ each keeper looks now and then. The one with the lowest number on a host has the
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
-import structlog
-
-from dlrover_backends.ray import mastery
-from dlrover_backends.ray.mastery import Plan
 from dlrover_backends.ray.records import Actor
 
 LOOK_S = 30.0
 """Keepers that share a host at two looks in a row are parted: those of a start are moved by `masters.settle` meanwhile."""
-
-log = structlog.get_logger("dlrover.backend")
 
 
 def moves(own: str, keepers: Collection[Actor], hosts: Collection[str]) -> dict[str, tuple[str, str]]:
@@ -38,26 +31,3 @@ def moves(own: str, keepers: Collection[Actor], hosts: Collection[str]) -> dict[
 
 def _number(keeper: Actor) -> int:
     return int(keeper.name.rpartition("#")[2])
-
-
-def part(plan: Plan, number: int, over: Callable[[float], bool]) -> None:
-    """Look until ``over``, which waits for so many seconds, says that it is over. Blocks."""
-    own, before = mastery.called(plan.job, plan.run, number), dict[str, str]()
-    while not over(LOOK_S):
-        try:
-            before = _look(plan, own, before)
-        except Exception as error:  # noqa: BLE001  # Ray raises anything
-            log.warning("masters' keepers may share a host", error=f"{type(error).__name__}: {error}")
-
-
-def _look(plan: Plan, own: str, before: dict[str, str]) -> dict[str, str]:
-    """Move the keepers that are to be moved as they were before; the ids of those that are now. Raises whatever Ray does."""
-    from dlrover_backends.ray import masters
-
-    found = moves(own, masters.alive(plan.job, plan.run), masters.staying())
-    wanted = {name: host for name, (key, host) in found.items() if before.get(name) == key}
-    if wanted:
-        began = time.monotonic()
-        masters.settle(plan, wanted)
-        log.warning("masters' keepers shared a host, and are parted", took_s=round(time.monotonic() - began, 1))
-    return {name: key for name, (key, _) in found.items()}
