@@ -92,6 +92,7 @@ class Server:
         self.faults: dict[str, deque[ApiError]] = {}
         self._count = itertools.count(1)
         self._watches: list[asyncio.Queue[dict[str, Any]]] = []
+        self._told: list[tuple[int, dict[str, Any]]] = []
 
     async def ask(
         self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: dict[str, Any] | None = None
@@ -125,16 +126,23 @@ class Server:
         return self.objects[path]
 
     async def watch(self, path: str, query: Mapping[str, str], read_s: float) -> AsyncGenerator[dict[str, Any], None]:
-        """What is told from now on."""
+        """What is told from the list of this version on."""
         queue = asyncio.Queue[dict[str, Any]]()
         self._watches.append(queue)
+        for number, event in self._told:
+            if number > int(query.get("resourceVersion") or self._now()):
+                queue.put_nowait(event)
         while True:
             yield await queue.get()
 
     def tell(self, type_: str, one: dict[str, Any]) -> None:
         """Tell all watches of a change."""
+        self._told.append((next(self._count), event := {"type": type_, "object": json.loads(json.dumps(one))}))
         for queue in self._watches:
-            queue.put_nowait({"type": type_, "object": json.loads(json.dumps(one))})
+            queue.put_nowait(event)
+
+    def _now(self) -> int:
+        return self._told[-1][0] if self._told else 0
 
     def pods(self) -> list[dict[str, Any]]:
         """All pods."""

@@ -26,6 +26,20 @@ def nodes_kept(groups: Iterable[GroupSize]) -> int:
     return max(0, sum(one.nodes_max for one in groups) - 1)
 
 
+def path_of(namespace: str, name: str) -> str:
+    """Where a budget is."""
+    return f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets/{name}"
+
+
+async def kept_before(ask: Ask, path: str) -> int | None:
+    """How many nodes a budget keeps already; None: there is none, or it may not be read. Raises `ApiError`."""
+    try:
+        found = ((await ask("GET", path)).get("spec") or {}).get("minAvailable")
+    except (Forbidden, NotFound):
+        return None
+    return found if isinstance(found, int) else None  # somebody else's may be a percentage
+
+
 class Count:
     """How many nodes of a job run. ``now``: steady seconds."""
 
@@ -40,6 +54,11 @@ class Count:
         """Do more run than count?"""
         return self._counts is not None and (self._running or 0) > self._counts
 
+    def go_on(self, kept: int | None) -> None:
+        """A budget keeps so many already: a master before this one has counted one more. None: nobody has counted."""
+        if kept is not None and self._counts is None:
+            self._counts = kept + 1
+
     def running(self, number: int) -> None:
         """So many run now."""
         self._running = number
@@ -53,7 +72,7 @@ class Count:
     def kept(self, groups: Iterable[GroupSize]) -> int:
         """How many nodes a drain leaves running now, of a job of these sizes."""
         most = max(sum(one.nodes_max for one in groups), self._running or 0)
-        if self._running is None or self._counts is None:
+        if self._counts is None:
             self._counts = most
         if self._running is not None:
             self.running(self._running)
@@ -81,7 +100,7 @@ class Budget:
         """Let it keep so many nodes. One that somebody has deleted stays so. Raises `ApiError`."""
         if wanted.state in ENDS or kept == self._kept:
             return
-        path = f"/apis/policy/v1/namespaces/{self._where()}/poddisruptionbudgets/{self._name}"
+        path = path_of(self._where(), self._name)
         try:
             found = await self._ask("GET", path)
             if (found.get("spec") or {}).get("minAvailable") != kept:

@@ -18,6 +18,7 @@ from typing import Union
 import structlog
 
 from dlrover_backends.k8s import (
+    due,
     endings,
     gangs,
     guarding,
@@ -85,6 +86,7 @@ class KubernetesBackend:
         self._kept = kept.Kept(here, self._ask, lambda: self._path("pods"), self.is_ours)
         self._ended: set[str] = set()
         self._hosts, self._patience = Hosts(now), Patience(now)
+        self._dues = due.Dues(self._patience, wall)
         self._queue: queues.Queue | None = None
         if self._told.queue and self._told.gang != settings.VOLCANO:
             self._queue = queues.Queue(here, self._told, self._ask, cluster=self, now=now, wall=wall)
@@ -200,7 +202,7 @@ class KubernetesBackend:
         told: dict[str, tuple[str, Observation]] = {}
         keeping = asyncio.ensure_future(self._warm.run()) if self._warm is not None else None
         try:
-            async with aclosing(loop.run()) as seen:
+            async with aclosing(self._dues.beside(loop.run())) as seen:
                 async for one in seen:
                     if isinstance(one, Snapshot):
                         ours, self._list = self._ours(one, owner), one._replace(objects=())
@@ -432,6 +434,7 @@ class KubernetesBackend:
     def _seen(self, pod: Json, *, fresh: bool = False) -> Observation:
         self._kept.see(pod)
         seen = self._patience.judged(pod, endings.observation(pod, self._wall()))
+        self._dues.note(pod, seen)
         if self._queue is not None:
             seen = self._queue.marked(seen, queues.place_of(pod))
         seen = seen._replace(seat=standbys.seat_of(pod))

@@ -223,6 +223,12 @@ def _is_late(pod: Json, now_s: float | None) -> bool:
     return end_s is not None and now_s is not None and now_s >= end_s + STRANDED_S
 
 
+def late_in_s(pod: Json, now_s: float) -> float | None:
+    """Seconds until a pod that is being deleted should have been gone for a minute; None: it is not, or has no host."""
+    end_s = _seconds(pod["metadata"].get("deletionTimestamp"))
+    return end_s + STRANDED_S - now_s if end_s is not None and (pod.get("spec") or {}).get("nodeName") else None
+
+
 def _hopeless(status: Json) -> str:
     for one in _statuses(status):
         waiting = (one.get("state") or {}).get("waiting") or {}

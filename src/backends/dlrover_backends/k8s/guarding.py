@@ -38,11 +38,13 @@ class Guarding:
         owned: Callable[[], Awaitable[Json]],
         now: Callable[[], float],
     ) -> None:
-        self._connected, self._owned = connected, owned
+        self._connected, self._owned, self._ask, self._where = connected, owned, ask, where
+        self._name = told.budget  # empty: the owner's
         self._budget = budgets.Budget(told.budget, ask, where) if told.budget else None
         self._guard = None if told.owner else guards.Guard(here, ask, where)
         self._count = budgets.Count(now)
         self._wanted: Wanted | None = None
+        self._goes_on = False
         self._writing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
@@ -70,6 +72,7 @@ class Guarding:
     async def _write(self, wanted: Wanted) -> None:
         try:
             async with self._writing:
+                await self._go_on()
                 kept = self._count.kept(wanted.groups)
                 if self._guard is not None:
                     await self._guard.sized(wanted, await self._owned(), kept)
@@ -78,3 +81,12 @@ class Guarding:
                     await self._budget.sized(wanted, kept)
         except CoreError as error:
             log.warning("the nodes' guards are seen to again", error=str(error))
+
+    async def _go_on(self) -> None:
+        """Begin with what the budget keeps: one of all nodes would hold up a drain for minutes. Raises `CoreError`."""
+        if self._goes_on or (self._guard is None and self._budget is None):
+            return
+        await self._connected()
+        name = self._name or str((await self._owned())["metadata"]["name"])
+        self._count.go_on(await budgets.kept_before(self._ask, budgets.path_of(self._where(), name)))
+        self._goes_on = True

@@ -13,7 +13,7 @@ from dlrover_backends.k8s.api import Json
 from dlrover_core.runtime.backend import Observation
 
 STUCK_S = 600.0
-"""A node waits so long for its kubelet, from when that was first seen; the list after that fails it."""
+"""A node waits so long for its kubelet, from when that was first seen."""
 WORD = "KubeletStuck"
 """Our own word, which Kubernetes has none for."""
 PODS_MAX = 4096
@@ -25,6 +25,11 @@ class Patience:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._since: dict[str, float] = {}
+
+    def left_s(self, pod: Json) -> float | None:
+        """Seconds until a pod that waits for its kubelet has waited too long; None: it does not wait for that."""
+        since = self._since.get(str(pod["metadata"].get("uid") or ""))
+        return None if since is None else since + STUCK_S - self._now()
 
     def judged(self, pod: Json, seen: Observation) -> Observation:
         """The same, or that the node has failed."""
