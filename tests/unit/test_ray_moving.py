@@ -150,12 +150,14 @@ def test_a_keeper_takes_nothing_that_nodes_ask_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(private, "implicit", "node:everybody's/{}".format)
     masters._make(Plan(JOB, "r1", (), "t"), 1, "b")
     masters._make(Plan(JOB, "r1", (), "t", pinned=mastery.HEAD), 0, "b")
+    masters._make(Plan(JOB, "r1", (), "t", keepers=2), 1, "b")
     wants = [{key: one.get(key) for key in ("num_cpus", "memory", "resources")} for one in asked]
     assert wants == [
         {"num_cpus": 0, "memory": None, "resources": {"node:everybody's/dlrover-masters": masters.SLIVER}},
         {"num_cpus": 0, "memory": None, "resources": {mastery.HEAD: masters.SLIVER}},
+        {"num_cpus": 0, "memory": None, "resources": {"node:everybody's/dlrover-masters": masters.SLIVER}},
     ]
-    assert [one[1:] for one in told] == [(1, "b"), (0, "")]
+    assert [one[1:] for one in told] == [(1, "b", None), (0, "", None), (1, "b", masters.part)]
 
 
 def test_a_keeper_is_not_moved_to_a_host_that_is_gone(store: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
