@@ -11,7 +11,8 @@ workers write.
   ``--standby 1``, whose agent answers from the third host; Ray Train has no warm node, so its figure is the same one;
 - drain: a rank's host is drained with a notice, and a third host is idle. The raylet is killed at the deadline, or as soon as two
   ranks step elsewhere. Counted are steps that were made twice, and the longest time without a step;
-- room: a job of 1 to 2 nodes has one; a second host comes; until both ranks step;
+- room: a job of 1 to 2 nodes has one; a second host comes, in the middle of a part of the first minute, of which there are as
+  many as trials (Ray Train looks for room every minute); until both ranks step;
 - away: the process with the cluster's state is killed and started again; a worker is killed meanwhile, ours three times, and with
   our local backend, too. Counted are workers that were restarted otherwise; known again is all when a desk tells of all nodes
   anew;
@@ -80,11 +81,15 @@ OWN = tuple(
 )
 
 WORKER_S, HALF, WARM, START, DRAIN, ROOM, CORE, KNOWN_S = 0.1, 0.5, 0.25, 1.0, 0.3, 0.3, 5.0, 5.0
+MEMORY = 1.05
+"""The same memory, to a twentieth."""
 CALM_STEPS = 20
 LOOK_S = 0.05
 """So often the diary is read. Its lines have their own times; reading it oftener takes a core from what is measured."""
 BACK_LIMIT_S, ROOM_LIMIT_S = 150.0, 150.0
 AWAY_KILLS = 3
+LOOKS_S = 60.0
+"""So often Ray Train looks for room, from its workers' start on."""
 SETTLE_S, CALM_AFTER_S = 2.0, 10.0
 MASTER = "dlrover-master"
 SMALL, TOLD = "CPU=0.001", "told.json"
@@ -249,10 +254,11 @@ def elsewhere(job: Job, cluster: Ground, host: str) -> float:
         return 0.0
 
 
-def room(launcher: str) -> dict[str, float]:
-    """A host more."""
+def room(launcher: str, after_s: float) -> dict[str, float]:
+    """A host more, so long after the first step."""
     with ground(1) as cluster, ray_job(launcher, cluster, "1:2") as job:
         before = calm(job, 1, set())
+        wait_until(job, stepping(job.lines(), 1, set()) + after_s)
         at = now()
         cluster.order("add")
         return {"room": back(job, 2, before, at, ROOM_LIMIT_S)}
@@ -387,7 +393,6 @@ def ticks(pid: int) -> int:
 STORIES: dict[str, Callable[[str], dict[str, float]]] = {
     "failing": failing,
     "raylet": raylet,
-    "room": room,
 }
 PARTS = {"failing": "actor", "worker": "worker", "raylet": "warm", "drain": "drain-{notice:g}-stood"}
 PARTS |= {"room": "room", "away": "away", "idle": "core"}
@@ -397,8 +402,8 @@ COMMON = {"kills": 5, "notice": 60.0, "away": 20.0, "nodes": 200, "living": 20, 
 """Defaults of the options that say how much is done."""
 
 
-def trial(part: str, chosen: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """One round of a part: every launcher in turn."""
+def trial(part: str, number: int, chosen: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """One round of a part, the first has number 1: every launcher in turn."""
     found: dict[str, dict[str, float]] = {}
     for launcher in chosen.under:
         began = now()
@@ -412,6 +417,8 @@ def trial(part: str, chosen: argparse.Namespace) -> dict[str, dict[str, float]]:
             found[launcher] = drained(launcher, chosen.notice)
         elif part == "away":
             found[launcher] = away(launcher, chosen.away)
+        elif part == "room":
+            found[launcher] = room(launcher, LOOKS_S * (number - 0.5) / chosen.trials)
         else:
             found[launcher] = STORIES[part](launcher)
         told = ", ".join(f"{name} {value:.2f}" for name, value in found[launcher].items())
@@ -444,7 +451,7 @@ def rows(found: Found, chosen: argparse.Namespace) -> list[Row]:
     beyond("killed worker to next step", "worker", "local")
     if ours.get("master-mib"):
         what = "memory of the master of 2 nodes; peer the local backend"
-        made.append(Row(what, "MiB", ours["master-mib"], ours["local-mib"]))
+        made.append(Row(what, "MiB", ours["master-mib"], ours["local-mib"], MEMORY, of="ratio"))
     add("killed actor to next step", "actor", HALF, of="ratio")
     add("SIGKILLed raylet to next step of 2 nodes, a third host idle", "raylet", HALF, of="ratio")
     add("SIGKILLed raylet to next step of 2 nodes, with a warm node of ours", "warm", WARM, of="ratio")
@@ -520,7 +527,7 @@ def measured(result: Result, found: Found, chosen: argparse.Namespace) -> bool:
             if len(found.get(launcher, {}).get(PARTS[part].format(notice=chosen.notice), ())) >= number:
                 continue
             try:
-                told = trial(part, chosen)
+                told = trial(part, number, chosen)
             except (Broken, CoreError, OSError, subprocess.SubprocessError) as error:
                 say(f"{part} {number}/{chosen.trials} cannot be measured: {type(error).__name__}: {error}")
                 good = False
