@@ -11,8 +11,8 @@ workers write.
   ``--standby 1``, whose agent answers from the third host; Ray Train has no warm node, so its figure is the same one;
 - drain: a rank's host is drained with a notice, and a third host is idle. The raylet is killed at the deadline, or as soon as two
   ranks step elsewhere. Counted are steps that were made twice, and the longest time without a step;
-- room: a job of 1 to 2 nodes has one; a second host comes, in the middle of a part of the first minute, of which there are as
-  many as trials (Ray Train looks for room every minute); until both ranks step;
+- room: a job of 1 to 2 nodes has one; a second host comes half a minute after the first step, since Ray Train looks for room
+  every minute from its workers' start on; until both ranks step;
 - away: the process with the cluster's state is killed and started again; a worker is killed meanwhile, ours three times, and with
   our local backend, too. Counted are workers that were restarted otherwise; known again is all when a desk tells of all nodes
   anew;
@@ -89,7 +89,7 @@ LOOK_S = 0.05
 BACK_LIMIT_S, ROOM_LIMIT_S = 150.0, 150.0
 AWAY_KILLS = 3
 LOOKS_S = 60.0
-"""So often Ray Train looks for room, from its workers' start on."""
+"""So often Ray Train looks for room. A host that may come at any moment comes at half of it, in the mean."""
 SETTLE_S, CALM_AFTER_S = 2.0, 10.0
 MASTER = "dlrover-master"
 SMALL, TOLD = "CPU=0.001", "told.json"
@@ -402,8 +402,8 @@ COMMON = {"kills": 5, "notice": 60.0, "away": 20.0, "nodes": 200, "living": 20, 
 """Defaults of the options that say how much is done."""
 
 
-def trial(part: str, number: int, chosen: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """One round of a part, the first has number 1: every launcher in turn."""
+def trial(part: str, chosen: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """One round of a part: every launcher in turn."""
     found: dict[str, dict[str, float]] = {}
     for launcher in chosen.under:
         began = now()
@@ -418,7 +418,7 @@ def trial(part: str, number: int, chosen: argparse.Namespace) -> dict[str, dict[
         elif part == "away":
             found[launcher] = away(launcher, chosen.away)
         elif part == "room":
-            found[launcher] = room(launcher, LOOKS_S * (number - 0.5) / chosen.trials)
+            found[launcher] = room(launcher, LOOKS_S / 2)
         else:
             found[launcher] = STORIES[part](launcher)
         told = ", ".join(f"{name} {value:.2f}" for name, value in found[launcher].items())
@@ -527,7 +527,7 @@ def measured(result: Result, found: Found, chosen: argparse.Namespace) -> bool:
             if len(found.get(launcher, {}).get(PARTS[part].format(notice=chosen.notice), ())) >= number:
                 continue
             try:
-                told = trial(part, number, chosen)
+                told = trial(part, chosen)
             except (Broken, CoreError, OSError, subprocess.SubprocessError) as error:
                 say(f"{part} {number}/{chosen.trials} cannot be measured: {type(error).__name__}: {error}")
                 good = False
