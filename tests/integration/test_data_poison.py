@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from commands import dlrover
 from running import SCRIPTS, Job
 from tools.campaign_data import lineage, proof
 
@@ -35,6 +36,27 @@ def test_both_are_found_and_left_out_and_all_others_are_trained_once(tmp_path: P
     assert [(one["sample"], one["times"]) for one in dataset["quarantined"]] == [(RAISES, 1), (KILLS, 1)]
     assert f"quarantined: samples {RAISES}, {KILLS}; left out 2 times so far" in shown
     assert f"2 samples quarantined (samples {RAISES}, {KILLS})" in report
+
+
+@pytest.mark.nightly
+def test_a_message_that_parse_cannot_read_is_left_out(tmp_path: Path) -> None:
+    """Of a stream; it is named by partition and offset. The short form is in tests/unit/test_stream_left.py."""
+    (tmp_path / "clicks").mkdir()
+    (tmp_path / "clicks" / "a.jsonl").write_text(
+        "".join((str(at) if at != RAISES else '"bad"') + "\n" for at in range(32))
+    )
+    script = [str(SCRIPTS / "kafka_ranks.py"), "4", str(tmp_path / "stored"), f"folder://{tmp_path}/clicks"]
+    launch = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3", *script]
+    with Job(tmp_path, *launch, env={"PACE_S": "0"}) as job:
+        assert job.ended(LIMIT_S) == 0, job.said()[-3000:]
+        (found,) = [one["fields"] for one in job.events("RangeQuarantined")]
+        shown = job.dlrover("data")
+        verified = dlrover(["data", "verify", job.name, "--state-dir", str(job.state)]).stdout
+    assert (found["sample"], found["signature"]) == (RAISES, "exception.ValueError")
+    assert found["dataset"].startswith("clicks/")
+    assert sorted(one for its in lineage(tmp_path).values() for one in its) == [at for at in range(32) if at != RAISES]
+    assert f"quarantined: sample {RAISES}; left out 1 time so far" in shown
+    assert f"sample {RAISES} is quarantined (exception.ValueError" in verified
 
 
 @pytest.mark.nightly

@@ -64,10 +64,16 @@ def told(spots: Iterable[Spot], generation: int) -> str:
 
 def heard(text: str, dataset: str) -> Heard:
     """What `told` says of a dataset."""
-    if not text:
-        return Heard()
-    left_out, suspected = json.loads(text).get(dataset, ((), ()))
-    return Heard(tuple(left_out), tuple((epoch, first, to) for epoch, first, to in suspected))
+    return heard_of_all(text).get(dataset, Heard())
+
+
+def heard_of_all(text: str) -> dict[str, Heard]:
+    """What `told` says, by dataset."""
+    words = json.loads(text) if text else {}
+    return {
+        name: Heard(tuple(left_out), tuple((epoch, first, to) for epoch, first, to in suspected))
+        for name, (left_out, suspected) in words.items()
+    }
 
 
 def nameable(dataset: str) -> bool:
@@ -94,3 +100,9 @@ def left_out(cut: Cut, dataset: str) -> dict[int, int]:
         if sample is not None and sample[0] == dataset:
             found[sample[1]] = one.position
     return found
+
+
+def left_out_of_partitions(cut: Cut, stream: str) -> int:
+    """How often messages of a stream were left out: its partitions are datasets of a cut, ``clicks/0``."""
+    found = ((sample_of(one.dataset), one.position) for one in cut)
+    return sum(times for sample, times in found if sample is not None and sample[0].startswith(f"{stream}/"))

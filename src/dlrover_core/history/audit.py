@@ -18,7 +18,8 @@ from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 from dlrover_core.data.cut import Place, same_source
-from dlrover_core.data.poison import left_out, place_of_sample, sample_of
+from dlrover_core.data.poison import left_out, left_out_of_partitions, place_of_sample, sample_of
+from dlrover_core.data.streams import ENDLESS
 from dlrover_core.history.epochs import Sizes, sizes_of
 from dlrover_core.history.plain import plain
 from dlrover_core.job import job, shards
@@ -86,6 +87,7 @@ class Proof(NamedTuple):
     findings:       what is wrong
     begun:          samples of ``samples`` that no state of the log has trained: the script said, by begin(), to begin after them
     quarantined:    samples that are left out
+    of_partitions:  of a stream, how often messages of its partitions were left out; each partition's proof names them
     """
 
     group: str
@@ -103,11 +105,12 @@ class Proof(NamedTuple):
     findings: tuple[Finding, ...]
     begun: int = 0
     quarantined: tuple[LeftOut, ...] = ()
+    of_partitions: int = 0
 
     @property
     def left_out(self) -> int:
         """How many of ``samples`` are not in the model, as they are quarantined."""
-        return sum(one.times for one in self.quarantined)
+        return self.of_partitions + sum(one.times for one in self.quarantined)
 
 
 class Whole(Lineage):
@@ -252,6 +255,7 @@ def _proof(group: str, one: _Set, name: str) -> Proof:
         findings=tuple(judge.found),
         begun=sizes.samples(None, judge.begun),
         quarantined=tuple(left),
+        of_partitions=left_out_of_partitions(one.lineage.newest, name) if sizes.now >= ENDLESS else 0,
     )
 
 

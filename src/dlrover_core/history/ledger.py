@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dlrover_core.data.poison import left_out, sample_of
+from dlrover_core.data.poison import left_out, left_out_of_partitions, sample_of
 from dlrover_core.data.streams import ENDLESS
 from dlrover_core.history.epochs import sizes_of
 from dlrover_core.job.lineage import Known, cut_of, place_of, samples
@@ -86,6 +86,7 @@ def _row(state: JobState, group: str, ledger: Ledger, name: str) -> DataRow:
     per_s = _rate(ledger, name, terms.counted)
     left = whole - counted if whole else -1
     times = left_out(ledger.lineage.newest, name)
+    of_partitions = left_out_of_partitions(ledger.lineage.newest, name) if terms.size >= ENDLESS else 0
     told = (one.sample for one in state.poison.of(group).quarantined if one.dataset == name)
     return DataRow(
         group=group,
@@ -105,7 +106,7 @@ def _row(state: JobState, group: str, ledger: Ledger, name: str) -> DataRow:
         broken=ledger.broken,
         assignment=terms.assignment,
         quarantined=tuple(sorted({*times, *told})),
-        left_out=sum(times.values()),
+        left_out=sum(times.values()) + of_partitions,
     )
 
 

@@ -83,6 +83,11 @@ class Book:
         """The position up to which batches are planned."""
         return self._planned[-1].end if self._planned else self.position
 
+    @property
+    def planned(self) -> Sequence[Planned]:
+        """The batches that are planned and not consumed, in order."""
+        return self._planned
+
     def add(self, begin: Mapping[str, int], batches: Sequence[Counts]) -> None:
         """More batches, from the offsets ``begin`` on."""
         now, start = dict(begin), self.end

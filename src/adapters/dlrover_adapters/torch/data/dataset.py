@@ -421,9 +421,12 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
 
     def steps(self) -> Iterator[GlobalStep]:
         """The global steps from here to the end, as this rank takes them."""
+        return map(self._planned, self._whole_steps()) if self.left.any else self._whole_steps()
+
+    def _whole_steps(self) -> Iterator[GlobalStep]:
+        """The same with the samples that are left out."""
         quota_at = self._quotas.at if self._quotas is not None else None
-        whole = steps(self._batches, self.division, self._epoch, self._position, quota_at)
-        return map(self._planned, whole) if self.left.any else whole
+        return steps(self._batches, self.division, self._epoch, self._position, quota_at)
 
     def _planned(self, step: GlobalStep) -> GlobalStep:
         return self.left.planned(step, self.size_of(step.batch.epoch), divides=self._divides)

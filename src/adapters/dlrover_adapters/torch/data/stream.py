@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from dlrover_adapters.data.kafka import HOLES, SCHEME, KafkaStream
 from dlrover_adapters.data.stream_plan import Book, Counts, divided
 from dlrover_core.data.cut import Place, cut_of
 from dlrover_core.data.permutation import FILE
+from dlrover_core.data.poison import sample_of
 from dlrover_core.data.quota import Batch
 from dlrover_core.data.streams import (
     ENDLESS,
@@ -37,8 +38,11 @@ from dlrover_core.errors import CoreError, SpecError
 
 from . import world
 from .dataset import ElasticDataset
+from .noting import Fetching, notes
 from .plan import Division, GlobalStep, Micro
+from .quarantine import QUARANTINE, QUARANTINE_MAX
 from .quotas import QuotaTable
+from .stream_left import SEPARATOR, StreamLeft
 
 _log = logging.getLogger("dlrover.torch")
 PARTITIONS_MAX = 62
@@ -49,7 +53,6 @@ COMMIT_S = 5.0
 """Consumed offsets are told to the broker so often at most, where no checkpoint says what is consumed for good."""
 FIRST, END = "first", "end"
 REFUSE, SKIP = "refuse", "skip"
-SEPARATOR = "/"
 _T = TypeVar("_T")
 
 
@@ -60,7 +63,8 @@ class ElasticStream(ElasticDataset):
     of the dataset; empty: the last part of the stream's name. ``parse``: makes a sample of a message's value; None: the value,
     which is bytes of Kafka. ``begin``: where partitions begin that no checkpoint knows, "first" or "end". ``lost``: messages that
     were removed before they were consumed, and partitions that are gone, end training ("refuse"), or are left out with a warning
-    ("skip"). ``config``: the Kafka client's settings. All others as of `ElasticDataset`.
+    ("skip"). ``config``: the Kafka client's settings. ``poison``, ``quarantine_max``: as of `ElasticDataset`, for messages at
+    which ``parse`` raises, and for each partition. All others as of `ElasticDataset`.
 
     Give the loader ``num_workers=0``: the client fetches ahead in threads of its own. Raises `SpecError`, `StreamError`.
     """
@@ -82,6 +86,8 @@ class ElasticStream(ElasticDataset):
         global_batch: int | None = None,
         micro_batch: int | None = None,
         ahead: int = 1,
+        poison: str = QUARANTINE,
+        quarantine_max: int = QUARANTINE_MAX,
     ) -> None:
         for field, value, known in (("begin", begin, (FIRST, END)), ("lost", lost, (REFUSE, SKIP))):
             if value not in known:
@@ -105,7 +111,11 @@ class ElasticStream(ElasticDataset):
             global_batch=global_batch,
             micro_batch=micro_batch,
             ahead=ahead,
+            poison=poison,
+            quarantine_max=quarantine_max,
         )
+        self._stream_left = self.left = StreamLeft(self.name, self._order_of, lambda: self._book)
+        self._noted = False
 
     def _never(self, index: int) -> Any:
         raise CoreError(f"message {index} of dataset {self.name!r} has no place of its own: iterate over the dataset")
@@ -119,9 +129,9 @@ class ElasticStream(ElasticDataset):
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """The number of messages that are consumed, and the offset of each partition."""
+        """The number of messages that are consumed, the offset of each partition, and which messages were left out."""
         parts = (Place(f"{self.name}{SEPARATOR}{one}", 0, offset) for one, offset in self._book.offsets.items())
-        return cut_of((self.place, *parts))
+        return cut_of((self.place, *parts, *self.left.places))
 
     def accept_places(self, places: Mapping[str, Place]) -> str:
         """As `ElasticDataset.accept`, of all places of a cut. Raises `SpecError`."""
@@ -143,12 +153,18 @@ class ElasticStream(ElasticDataset):
         """Go on from what of these places is of this dataset."""
         own = places.get(self.name)
         self.go_on(own)
+        self.left.go_on(places.values())
         if own is not None:
-            before = len(self.name + SEPARATOR)
-            parts = {
-                name[before:]: one.position for name, one in places.items() if self.owns(name) and name != self.name
-            }
-            self._book = Book(own.position, parts)
+            self._book = Book(own.position, self._offsets_of(places))
+
+    def _offsets_of(self, places: Mapping[str, Place]) -> dict[str, int]:
+        """The offset of each partition in a cut."""
+        before = len(self.name + SEPARATOR)
+        return {
+            name[before:]: one.position
+            for name, one in places.items()
+            if self.owns(name) and name != self.name and sample_of(name) is None
+        }
 
     def begin(self, *, epoch: int = 0, position: int = 0) -> None:
         """Begin without a position of a checkpoint: as ``begin=`` says. Only at 0."""
@@ -201,9 +217,7 @@ class ElasticStream(ElasticDataset):
 
     def stored(self, places: Mapping[str, Place]) -> None:
         """A checkpoint on storage has consumed up to these places: the broker is told so."""
-        before = len(self.name + SEPARATOR)
-        offsets = {name[before:]: one.position for name, one in places.items() if self.owns(name) and name != self.name}
-        if offsets:
+        if offsets := self._offsets_of(places):
             self._commit(offsets)
 
     def _commit(self, offsets: Mapping[str, int]) -> None:
@@ -229,16 +243,17 @@ class ElasticStream(ElasticDataset):
 
     def steps(self) -> Iterator[GlobalStep]:
         """The global steps; each waits until all its messages can be read."""
-        whole = super().steps()
+        whole = self._whole_steps()
         while True:
             # A batch is planned before the step that has it is told.
             step = next(whole)
             self._reach(step.batch.end)
-            yield step
+            yield self._planned(step) if self.left.any else step
 
-    def indices(self, batch: Batch, micro: Micro) -> list[int]:  # noqa: ARG002
-        """The positions of a micro-batch's messages; `messages` says where they are."""
-        return list(range(micro.start, micro.end))
+    def indices(self, batch: Batch, micro: Micro) -> list[int]:
+        """The positions of a micro-batch's messages, without those that are left out; `messages` says where they are."""
+        out = self.left.within(batch.epoch, micro.start, micro.end)
+        return [at for at in range(micro.start, micro.end) if at not in out]
 
     def messages(self, batch: Batch, micro: Micro) -> list[tuple[str, int]]:
         """Partition and offset of each message of a micro-batch. Ask before its step is counted."""
@@ -247,14 +262,18 @@ class ElasticStream(ElasticDataset):
             (run.partition, offset)
             for run in planned.pieces(micro.start, micro.end)
             for offset in range(run.offset, run.offset + run.many)
+            if offset not in self._stream_left.of(run.partition)
         ]
 
     def _content(self, batch: Batch, micro: Micro) -> Any:
         values: list[Any] = []
         for run in self._book.batch_at(batch.start).pieces(micro.start, micro.end):
-            values += self._read(run.partition, run.offset, run.many)
-        if self._parse is not None:
-            values = [self._parse(one) for one in values]
+            found = self._read(run.partition, run.offset, run.many)
+            offsets: Sequence[int] = range(run.offset, run.offset + run.many)
+            if out := self._stream_left.of(run.partition):
+                offsets = [at for at in offsets if at not in out]
+                found = [found[at - run.offset] for at in offsets]
+            values += found if self._parse is None else self._parsed(run.partition, offsets, found)
         # `None in values` would compare samples, which arrays do element by element.
         missing = next((at for at, one in enumerate(values, micro.start) if one is None), None)
         if missing is not None:
@@ -264,6 +283,25 @@ class ElasticStream(ElasticDataset):
                 "left out in silence",
             )
         return self._collate(values)
+
+    def _parsed(self, partition: str, offsets: Sequence[int], values: Sequence[Any]) -> list[Any]:
+        """The samples of a partition's messages. An exception leaves with the message's name, and the agent knows it, too."""
+        assert self._parse is not None
+        samples: list[Any] = []
+        here = notes() if self._noted else None
+        if here is not None:  # of a message before, whose exception the script has outlived
+            here.fetched()
+        self._noted = False
+        try:
+            for value in values:
+                samples.append(self._parse(value))  # noqa: PERF401  # an exception is to find how many there are
+        except Exception as error:
+            at, self._noted = offsets[len(samples)], True
+            fetching = Fetching(f"{self.name}{SEPARATOR}{partition}", 0, self.most, notes())
+            fetching.begin(at, at + 1, at)
+            fetching.failed(at, at + 1, at, error)
+            raise
+        return samples
 
     def _read(self, partition: str, offset: int, count: int) -> list[Any]:
         values: list[Any] = []
