@@ -16,7 +16,7 @@ from dlrover_core.job.checkpoints import (
 )
 from dlrover_core.job.lineage import readable
 from dlrover_core.job.plans import Boundary
-from dlrover_core.job.shards import Datasets, RegisterDataset, Terms
+from dlrover_core.job.shards import DATASETS_MAX, Datasets, RegisterDataset, Terms
 
 from .arenas import State
 from .site import Keeping, Site
@@ -78,7 +78,10 @@ class Ranks:
             self._keeping[caller.local_rank] = keeping
 
     def dataset(self, site: Site, caller: Caller, terms: Terms) -> None:
-        """A rank trains on this dataset. Raises `Refused` where another rank, or the job's log, has another one of that name."""
+        """A rank trains on this dataset.
+
+        Raises `Refused` where another rank, or the job's log, has another one of that name, or as many as there may be.
+        """
         if caller.generation != self.generation:
             return
         logged, here = self._logged(site, terms.name), self._datasets.get(terms.name)
@@ -86,6 +89,9 @@ class Ranks:
             grew = known is logged and known is not None and known.grew_to(terms)
             if known is not None and not (known.same(terms) or grew):
                 raise Refused(f"dataset {terms.name!r}: {who} with {known}; this one has {terms}: give it another name")
+        names = {*self._datasets, *(one.name for one in site.order.part(Datasets).known)}
+        if terms.name not in names and len(names) >= DATASETS_MAX:
+            raise Refused(f"dataset {terms.name!r}: the job has {DATASETS_MAX} datasets already: mix several into one")
         self._datasets[terms.name] = terms.completed(here)
 
     @staticmethod
