@@ -178,14 +178,16 @@ class Stand:
                     found.append(f"{plural}/{one['metadata']['name']}")
         return found
 
-    async def until(self, holds: Callable[[], object], what: str, seconds: float = SETTLE_S) -> None:
-        """Wait until something holds."""
+    async def until(
+        self, holds: Callable[[], object], what: str, seconds: float = SETTLE_S, say: Callable[[], str] = str
+    ) -> None:
+        """Wait until something holds. ``say``: what keeps it from that."""
         until = time.monotonic() + seconds
         while not holds():
             if self.running is not None and self.running.done():
                 self.running.result()
             assert time.monotonic() < until, (
-                f"not within {seconds} s: {what}; status {self.status()}; left {self.left()}"
+                f"not within {seconds} s: {what}; {say()}; status {self.status()}; left {self.left()}"
             )
             await asyncio.sleep(0.01)
 
@@ -265,7 +267,8 @@ async def _trial(seed: int) -> dict[str, Any]:
         if stand.running is None or stand.running.done():
             await stand.kill()
             await stand.begin()
-        await stand.until(lambda: _right(stand, wanted), f"the masters as the object asks: {wanted}")
+        what = "the masters as the object asks"
+        await stand.until(lambda: not _wrong(stand, wanted), what, say=lambda: _wrong(stand, wanted))
         twice = [key for key, count in stand.made.items() if count > 1 and key[0] != "pods"]
         assert not twice, f"made twice: {twice}"
         stand.server.deletion.delete(jobs, "train", NAME, {})
@@ -330,25 +333,29 @@ async def _history(stand: Stand, draw: random.Random) -> _Wanted:
     return wanted
 
 
-def _right(stand: Stand, wanted: _Wanted) -> bool:
+def _wrong(stand: Stand, wanted: _Wanted) -> str:
+    """In what the job, its masters and its status are not as the object asks; empty: in nothing."""
     thing = stand.job()
     if thing is None:
-        return False
-    status = stand.status()
-    if stand.condition("Reconciled")[0] == "False" or stand.condition("Accepted")[0] != "True":
-        return False
+        return "no object"
+    status, spec = stand.status(), thing["spec"]["replicaSpecs"]["worker"]
+    for kind, holds in (("Reconciled", stand.condition("Reconciled")[0] != "False"), ("Accepted", _accepted(stand))):
+        if not holds:
+            return f"{kind}: {stand.condition(kind)}"
     if wanted.suspend:
-        return bool(
-            status.get("phase") == "Suspended" and status.get("observedGeneration") == thing["metadata"]["generation"]
-        )
+        seen = (status.get("phase"), status.get("observedGeneration"))
+        return "" if seen == ("Suspended", thing["metadata"]["generation"]) else f"not suspended: {seen}"
     told = stand.tells.jobs.get(thing["metadata"]["uid"])
-    sized = told is not None and told.state == "running" and told.groups["worker"].nodes_max == wanted.replicas
+    if told is None or told.state != "running" or told.groups["worker"].nodes_max != wanted.replicas:
+        return f"{wanted.replicas} nodes are wanted, and the masters have {told}; the object has {spec['replicas']}"
     config = stand.server.api.store.get(("", "configmaps"), ("train", f"{NAME}-masters"))
-    image = thing["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"][0]["image"]
-    patched = config is not None and image in config.obj["data"]["worker"]
-    return bool(
-        sized
-        and patched
-        and status.get("phase") == "Running"
-        and status.get("ready") == f"{wanted.replicas}/{wanted.replicas}"
-    )
+    image = spec["template"]["spec"]["containers"][0]["image"]
+    if config is None or image not in config.obj["data"]["worker"]:
+        made = [one["metadata"].get("annotations") for one in stand.objects("jobs", "batch")]
+        return f"image {image} is wanted, and the ConfigMap has {config and config.obj['data']}; annotations {made}"
+    seen, ready = (status.get("phase"), status.get("ready")), f"{wanted.replicas}/{wanted.replicas}"
+    return "" if seen == ("Running", ready) else f"the status is {seen}, and Running, {ready} are wanted"
+
+
+def _accepted(stand: Stand) -> bool:
+    return stand.condition("Accepted")[0] == "True"

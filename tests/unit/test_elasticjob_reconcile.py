@@ -14,6 +14,7 @@ from dlrover_backends.k8s import masters, names
 from dlrover_backends.k8s.elasticjob import crd, reconcile, translate
 from dlrover_backends.k8s.elasticjob.reconcile import Ask, Make, Observed, Patch, Remove, Settings
 from dlrover_backends.k8s.elasticjob.telling import Size, Told
+from dlrover_backends.k8s.paths import path_of
 
 Json = dict[str, Any]
 
@@ -238,6 +239,26 @@ def test_who_paused_ends_the_pause() -> None:
     found = outcome(Observed(by_hand, made, (), paused))
     assert commands(found) == []
     assert conditions(found)["Suspended"] == ("False", "ByHand")
+
+
+def test_who_asked_for_a_pause_is_known_before_the_masters_are_told() -> None:
+    """An operator that dies between the two, before the status says so, leaves no pause that nobody ends."""
+    asked, made = kept(), job_of(kept())
+    asked["spec"]["suspend"] = True
+    *_, note, told = outcome(Observed(asked, made, (), RUNNING)).writes
+    assert note == Patch(path_of(made), noted("true"))
+    assert isinstance(told, Ask)
+    assert told.command["command"] == "suspend"
+    made["metadata"]["annotations"] |= noted("true")["metadata"]["annotations"]
+    back = kept(status={"phase": "Running", "operator": names.BY})
+    assert commands(outcome(Observed(back, made, (), RUNNING._replace(state="suspended")))) == [{"command": "resume"}]
+    writes = outcome(Observed(back, made, (), RUNNING)).writes
+    assert Patch(path_of(made), noted(None)) in writes, "a person's pause that comes later is that person's"
+
+
+def noted(value: str | None) -> dict[str, Any]:
+    """What is merged into the masters' Job."""
+    return {"metadata": {"annotations": {reconcile.NOTE_PAUSES: value}}}
 
 
 def test_a_job_that_begins_suspended_makes_nothing() -> None:

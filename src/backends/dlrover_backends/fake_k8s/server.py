@@ -529,8 +529,8 @@ class FakeServer:
             if watch.closing:
                 return "cut" if watch.closing == "cut" else "end"
             if now >= until:
-                if bookmarks and not watch.frozen:
-                    await stream.write(watch.bookmark())
+                if bookmarks and not watch.frozen:  # what happened during the last write comes before it
+                    await stream.write(b"".join([*watch.pending(), watch.bookmark()]))
                 return "end"
             await watch.news(min(until, next_bookmark) - now if bookmarks else until - now)
             lines = [] if watch.frozen else watch.pending()

@@ -194,7 +194,10 @@ class Operator:
 
     def _forget(self, uid: str) -> None:
         self._workers.pop(uid, None)
-        if self._job(uid) is None:
+        job = self._job(uid)
+        if job is not None and not self._ends:  # it was gone, and is back: nobody else works on it
+            self._heard_job(job)
+        elif job is None:
             for known in (self._news, self._at, self._refused, self._unheard):
                 known.pop(uid, None)
             self._half_erased.discard(uid)

@@ -23,7 +23,7 @@ from dlrover_core.errors import SpecError
 
 FINALIZER = MANAGER = "dlrover-core/operator"
 NOTE_TAKE, NOTE_TEMPLATES, NOTE_KEPT = "dlrover-core/operator", "dlrover-core/templates", "dlrover-core/nodes-kept"
-NOTE_FILES = "dlrover-core/log-files"
+NOTE_FILES, NOTE_PAUSES = "dlrover-core/log-files", "dlrover-core/suspends"
 NOTE_KEEP_LOG = "dlrover-core/keep-log"
 """Of a job whose log is in etcd: it stays there when the job is deleted, unless the annotation is missing or one of `NO`."""
 NO = {"false", "no", "off", "0"}
@@ -176,7 +176,8 @@ def _keeping(seen: Observed, job: translate.Job, plan: masters.MasterPlan) -> Ou
         writes += _templates(seen.masters, plan)
         writes += _files(seen.masters, plan)
         writes += _budget(seen, plan)
-        writes += [Ask(one) for one in _asked(seen, job)]
+        asked = [Ask(one) for one in _asked(seen, job)]
+        writes += [*_pauses(seen, job, asked), *asked]
     writes += _leftovers(seen)
     status, events = standing.status(facts(seen), job, plan)
     return Outcome(tuple(writes), status if status != seen.job.get("status") else None, events)
@@ -279,9 +280,24 @@ def _asked(seen: Observed, job: translate.Job) -> Iterator[Json]:
             if now is not None and (now.nodes_min, now.nodes_max) != (group.nodes_min, group.nodes_max):
                 sizes = {"nodes_min": group.nodes_min, "nodes_max": group.nodes_max}
                 yield {"command": "scale", "group": group.name, **sizes, "reason": why}
-    elif told.state == "suspended" and not job.suspended and standing.holds(seen.job, "Suspended"):
+    elif told.state == "suspended" and not job.suspended and (standing.holds(seen.job, "Suspended") or _paused(seen)):
         # A person's pause is a person's to end.
         yield {"command": "resume", "reason": why}
+
+
+def _paused(seen: Observed) -> bool:
+    """Was it the object that asked for the pause? The status may not say so yet: an operator died between the two."""
+    return seen.masters is not None and NOTE_PAUSES in (seen.masters["metadata"].get("annotations") or {})
+
+
+def _pauses(seen: Observed, job: translate.Job, asked: list[Ask]) -> Iterator[Write]:
+    """Note on the masters' Job, before they are told, that the object asks for the pause; and that it no longer does."""
+    assert seen.masters is not None
+    suspends = any(one.command["command"] == "suspend" for one in asked)
+    runs = seen.told is not None and seen.told.state == "running" and not job.suspended
+    if suspends != _paused(seen) and (suspends or runs):
+        note = "true" if suspends else None
+        yield Patch(path_of(seen.masters), {"metadata": {"annotations": {NOTE_PAUSES: note}}})
 
 
 def _rejected(seen: Observed, why: str) -> Outcome:
