@@ -89,7 +89,7 @@ def test_rm_removes_what_was_named_and_guards_the_newest(
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (["ls", "{empty}"], 3, "there is no step at all"),
+        (["ls", "{empty}"], 3, "there is no checkpoint; URL is what FlashCheckpoint was given"),
         (["verify", "{run}", "--step", "7"], 3, "there is no step 7; there is 100, 110, 120"),
         (["export", "{run}", "{empty}/x.pt", "--only", "wrong"], 2, "there is extra, model, optimizer"),
         (["ls", "nosuch://x"], 2, "fsspec knows no 'nosuch'"),

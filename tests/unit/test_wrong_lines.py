@@ -217,3 +217,12 @@ def test_a_current_folder_that_was_removed(
     assert said.splitlines()[-1].startswith(
         "dlrover-run: error: cwd: the current folder was removed; cd to one that is there"
     )
+
+
+def test_a_misspelt_command_is_answered_with_the_one_that_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where argparse lists all commands."""
+    parser = usage.Parser(prog="dlrover")
+    parser.add_subparsers(metavar="COMMAND").add_parser("status")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["statsu"])
+    assert "(did you mean status?)" in capsys.readouterr().err

@@ -114,8 +114,8 @@ def _found(place: Place, named: Sequence[int] | None) -> list[Step]:
     there = [one.step for one in found]
     missing = [step for step in named or () if step not in there]
     if missing or not found:
-        told = f"no step {missing[0]}" if missing else "no step at all"
-        rest = f"; there is {', '.join(map(str, there[-8:]))}" if there else ""
+        told = f"no step {missing[0]}" if missing else "no checkpoint"
+        rest = f"; there is {', '.join(map(str, there[-8:]))}" if there else "; URL is what FlashCheckpoint was given"
         raise NotFound(f"{place.shown()}: there is {told}{rest}")
     return [one for one in found if one.step in named] if named else found
 

@@ -90,7 +90,7 @@ async def _meet(meeting: Meeting, job: JobSpec | None, token: str, wait_s: float
             )
         if loop.time() >= say_at:
             say_at = loop.time() + SAY_S
-            _tell(f"waiting for a master at {', '.join(addresses)} ... {waited:.0f} s: {reason}")
+            _tell(f"waiting for a master at {', '.join(addresses)} ... {waited:.0f} of {wait_s:g} s: {reason}")
         await asyncio.sleep(AGAIN_S)
 
 

@@ -266,11 +266,16 @@ def guarded(args: argparse.Namespace) -> int:
         if args.command == "master" and isinstance(error, LogUnavailable):
             return _say(args, error, usage.EX_LATER)
         return _say(
-            args,
-            f"{error} ({shown(log_url(args.log, args.state_dir))}; --log or --state-dir names another)",
-            UNREADABLE,
+            args, f"{error} ({shown(place := log_url(args.log, args.state_dir))}; {_elsewhere(place)})", UNREADABLE
         )
     return code
+
+
+def _elsewhere(place: str) -> str:
+    """What to type where the log at this URL cannot be read."""
+    if place.startswith(("http:", "https:")):
+        return "if the job is over, its masters are gone: read its log on the host that has it, or with --log"
+    return "--log or --state-dir names another"
 
 
 def _speak(command: str) -> None:

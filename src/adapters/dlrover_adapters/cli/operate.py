@@ -280,7 +280,7 @@ async def _tell(args: argparse.Namespace, log: EventLog, asked: Mapping[str, Any
         if gone := record.lost(args.state_dir, args.job, run):
             raise ConnectionLost(gone)
         if loop.time() > deadline:
-            raise ConnectionLost(why)
+            raise ConnectionLost(f"{why}; start a master again as the job's was started, then repeat this command")
         if loop.time() > quiet_until:
             print(f"dlrover {args.command}: waiting: {why}", file=sys.stderr)
             quiet_until = deadline

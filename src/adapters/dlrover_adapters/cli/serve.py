@@ -79,8 +79,11 @@ async def run(args: argparse.Namespace) -> int:
     try:
         port = hosts.listen(host, number)
     except OSError as error:
+        why = (error.strerror or str(error)).partition(" (while ")[0]  # asyncio's own words follow the system's
         raise SpecError(
-            "bind", f"cannot listen at {hosts.joined(host, number)}: {error.strerror}; name another place"
+            "bind",
+            f"cannot listen at {hosts.joined(host, number)}: {why}; "
+            "name another port, or an address of this host, with --bind ADDR:PORT",
         ) from error
     with (
         port,

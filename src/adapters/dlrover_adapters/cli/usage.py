@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -15,7 +16,10 @@ EX_USAGE = 2
 EX_LATER = 75
 """sysexits.h's EX_TEMPFAIL: the same may well succeed later."""
 LINE_CHARS_MAX = 2000
+_NEAR, _BEGIN = 0.8, 5
+"""How like a misspelt name must be to its own; the letters that are enough to go by a name's beginning."""
 _UNKNOWN = "unrecognized arguments: "
+_CHOICE = re.compile(r"invalid choice: '([^']+)' \(choose from (.+)\)")
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,7 +45,9 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def _meant(self, message: str) -> str:
-        """The option that somebody may have misspelt, as words to add."""
+        """The option, command or value that somebody may have misspelt, as words to add."""
+        if choice := _CHOICE.search(message):
+            return meant(choice[1], re.findall(r"[\w.-]+", choice[2]))
         unknown = message.removeprefix(_UNKNOWN).split(" ", 1)[0]
         if unknown == message or not unknown.startswith("--"):
             return ""
@@ -78,6 +84,12 @@ def _starting(error: BaseException) -> bool:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """The known name that is closest to an unknown one, as words to add; empty: none is close."""
-    found = difflib.get_close_matches(name, sorted(known), n=1)
+    """The known name that is closest to an unknown one, as words to add; empty: none is close.
+
+    A longer name that begins alike is closer than one that shares letters: ``--nprocs`` means ``--nproc-per-node``.
+    """
+    names = sorted(known)
+    found = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR)
+    found = found or [one for one in names if len(name) > _BEGIN and one.startswith(name[:-1])]
+    found = found or difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {found[0]}?)" if found else ""

@@ -220,7 +220,7 @@ def _refusal(address: str, status: int, shown: bool, job: str = "") -> Connectio
     if status == _MISDIRECTED:
         return WrongJob(f"the master at {address} leads another job than {job!r}")
     if status != _UNAUTHORIZED:
-        return NotAMaster(f"{address} answered with HTTP status {status}; is a dlrover master listening there?")
+        return NotAMaster(f"what listens at {address} is no dlrover master: it answers with HTTP status {status}")
     what = "is not this job's" if shown else "is missing"
     return TokenRefused(
         f"the master at {address} refused us: the job token {what}. "
