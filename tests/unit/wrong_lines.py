@@ -182,7 +182,7 @@ _PROGRAMS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--nproc-per-nod", "2", "ok.py"), "did you mean --nproc-per-node?"),
     (("--nprocs", "2", "ok.py"), "did you mean --nproc-per-node?"),
     (("--precheck", "ful", "ok.py"), "did you mean full?"),
-    (("--set", "hung_s=soon", "ok.py"), "with a number as in hung_s=5"),
+    (("--set", "hung_s=soon", "ok.py"), "is not NAME=SECONDS, as in hung_s=5"),
     (("--nproc-per-node",), "expected one argument"),
     (("--role",), "expected one argument"),
     (("--module=1", "ok.py"), "--module"),

@@ -551,9 +551,7 @@ def _duration(text: str) -> tuple[str, float]:
     try:
         return name, float(value)
     except ValueError as error:
-        raise SpecError(
-            "set", f"{text!r} is not NAME=SECONDS, with a number as in {name}={known[name].default:g}"
-        ) from error
+        raise SpecError("set", f"{text!r} is not NAME=SECONDS, as in {name}={known[name].default:g}") from error
 
 
 def where(options: Options) -> str:
