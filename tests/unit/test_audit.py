@@ -368,18 +368,26 @@ def test_the_command_follows_until_the_job_ends(told: Told, tmp_path: Path, caps
 def test_the_command_follows_leases_with_rate_and_time_left(
     told: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the report has them."""
+    """As the report has them, once a second at most."""
     told.do(RegisterDataset(A, 1, "eval", SIZE, 7, "shuffled", "", 1, 0, LEASE))
     told.do(HearLease(A, "eval", 80, 1, 0, Ranges().pack(), 0, Ranges().pack(), 1))
     told.now += 10_000_000
     told.do(HearLease(A, "eval", 0, 1, 0, Ranges([(0, 20)]).pack(), 0, Ranges().pack(), 1))
+    for used in range(21, 30):  # within a second: they are one change, which the job's end tells
+        told.now += 100_000
+        told.do(HearLease(A, "eval", 0, 1, 0, Ranges([(0, used)]).pack(), 0, Ranges().pack(), 1))
     told.do(job.StopJob("home"))
     for node in (A, B):
         told.observe(node, "gone")
     url = logged(told, tmp_path)
     assert main(["data", "j", "--follow", "--log", url]) == 0
-    (said,) = (line for line in capsys.readouterr().out.splitlines() if "20 of 100 samples used, 60 held" in line)
-    assert said.endswith("worker: eval: 20 of 100 samples used, 60 held by 1 node (lease), 2.0 samples/s, 40.0 s left")
+    said = [line.split("Z  ")[1] for line in capsys.readouterr().out.splitlines() if "eval" in line]
+    assert said[:2] == [
+        "worker: eval: 0 of 100 samples used (lease)",
+        "worker: eval: 20 of 100 samples used, 60 held by 1 node (lease), 2.0 samples/s, 40.0 s left",
+    ]
+    assert len(said) == 3
+    assert said[2].startswith("worker: eval: 29 of 100 samples used")
 
 
 @pytest.mark.parametrize("words", [["digits", "more"], ["prove", "digits"]])

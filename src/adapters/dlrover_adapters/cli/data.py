@@ -24,6 +24,7 @@ EXAMPLES = """\
   dlrover data verify digits --log etcd://e1:2379,e2:2379 --json | jq .proved"""
 
 VERIFY = "verify"
+SECOND_US = 1_000_000
 NO_DATA = (
     "has no data that we know of: let its script give FlashCheckpoint(data=...) an ElasticDataset, or lease samples"
 )
@@ -111,21 +112,35 @@ async def _follow(args: argparse.Namespace, source: read.Source) -> int:
 
 
 async def _changes(records: AsyncIterator[Record]) -> AsyncIterator[tuple[JobState, list[DataRow | LeasedRow]]]:
-    """The state after each record that changes something here or ends the job, with the rows that have changed."""
-    from dlrover_core.history.leased import leased_of
+    """The state after a record, with the rows that have changed and are to be told now, until the job has ended.
+
+    A leased dataset changes with every node's grants and acknowledgements, so it is told once a second at most, and at its end.
+    """
+    from dlrover_core.history.leased import LeasedRow, leased_of
     from dlrover_core.history.ledger import ledger_of
     from dlrover_core.job import leases, shards
     from dlrover_core.job.state import FOLD
 
-    state, kinds = FOLD.new(), {*shards.FACTS.evolve, *leases.FACTS.evolve}
-    before: dict[tuple[str, str], DataRow | LeasedRow] = {}
+    state, kinds, changed = FOLD.new(), {*shards.FACTS.evolve, *leases.FACTS.evolve}, False
+    told: dict[tuple[str, str], tuple[int, DataRow | LeasedRow]] = {}
     async for record in records:
         FOLD.apply(state, record)
-        if type(record.event) in kinds or state.job.over:
-            every: list[DataRow | LeasedRow] = [*ledger_of(state), *leased_of(state)]
-            rows = {(row.group, row.dataset): row for row in every}
-            yield state, [row for key, row in rows.items() if row != before.get(key)]
-            before = rows
+        changed = changed or type(record.event) in kinds
+        if not changed and not state.job.over:
+            continue
+        every: list[DataRow | LeasedRow] = [*ledger_of(state), *leased_of(state)]
+        now: list[DataRow | LeasedRow] = []
+        changed = False
+        for row in every:
+            at, before = told.get((row.group, row.dataset), (0, None))
+            early = at and isinstance(row, LeasedRow) and not row.finished and state.at - at < SECOND_US
+            if row != before and (state.job.over or not early):
+                now.append(row)
+                told[row.group, row.dataset] = state.at, row
+            else:
+                changed = changed or row != before
+        if now or state.job.over:
+            yield state, now
 
 
 async def _verify(args: argparse.Namespace, source: read.Source) -> int:
