@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import length_hint
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -287,21 +288,19 @@ class ElasticStream(ElasticDataset):
     def _parsed(self, partition: str, offsets: Sequence[int], values: Sequence[Any]) -> list[Any]:
         """The samples of a partition's messages. An exception leaves with the message's name, and the agent knows it, too."""
         assert self._parse is not None
-        samples: list[Any] = []
+        left = iter(values)
         here = notes() if self._noted else None
         if here is not None:  # of a message before, whose exception the script has outlived
             here.fetched()
         self._noted = False
         try:
-            for value in values:
-                samples.append(self._parse(value))  # noqa: PERF401  # an exception is to find how many there are
+            return [self._parse(value) for value in left]
         except Exception as error:
-            at, self._noted = offsets[len(samples)], True
+            at, self._noted = offsets[-1 - length_hint(left)], True
             fetching = Fetching(f"{self.name}{SEPARATOR}{partition}", 0, self.most, notes())
             fetching.begin(at, at + 1, at)
             fetching.failed(at, at + 1, at, error)
             raise
-        return samples
 
     def _read(self, partition: str, offset: int, count: int) -> list[Any]:
         values: list[Any] = []
