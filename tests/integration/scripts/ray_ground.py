@@ -24,7 +24,7 @@ def main() -> None:
         RAY_worker_niceness="0",  # on a busy machine what an actor starts, masters among it, would get nothing
         RAY_prestart_worker_first_driver="0",
         RAY_health_check_period_ms="500",
-        RAY_health_check_failure_threshold="4",
+        RAY_health_check_failure_threshold=os.environ.get("RAY_health_check_failure_threshold", "4"),  # noqa: SIM112  # as Ray has it
         RAY_health_check_initial_delay_ms="500",
         RAY_health_check_timeout_ms="2000",
     )
