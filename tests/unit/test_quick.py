@@ -60,6 +60,17 @@ def test_the_nearest_come_first(tree: Path, changed: list[str], expected: str) -
     assert (names(tests), left_out) == ([*expected, "layout"], 0)
 
 
+def test_what_counts_as_an_import(tmp_path: Path) -> None:
+    """Statements of every form, wherever they begin a line; words in the middle of one do not."""
+    (tmp_path / "a.py").write_text(
+        "import a.b, c as d\nfrom e import (\n    f,  # why\n    g as h,\n)\nif x:\n    from i.j import k; import_ = 1\n"
+        "words = 'we import z'\n"
+    )
+    found = quick.imports(tmp_path / "a.py")
+    assert {"a.b", "c", "e", "e.f", "e.g", "i.j", "i.j.k"} <= found
+    assert not found & {"d", "z", "import_", "i.j.import_"}
+
+
 def test_the_nearest_come_before_the_rules(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where time is short, a rule over the whole tree must not keep a change's own tests from running."""
     monkeypatch.setattr(quick, "FIRST", 1)
