@@ -155,3 +155,62 @@ def test_a_launcher_of_one_host_s_ranks_is_on_that_host() -> None:
     """A launcher that knows a rank by its number on the host writes from that host."""
     ended = "cn-7: ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: -7) local_rank: 3 (pid: 88) of binary: x"
     assert answer(f"cn-7: train.py failed\n{ended}\n").host == "cn-7"
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("double free or corruption (!prev)", "native.heap"),
+        (
+            "cn-7:41:51 [2] misc/ibvwrap.cc:262 NCCL WARN Call to ibv_modify_qp failed with error Connection timed out",
+            "ib.fatal",
+        ),
+        ("x509: certificate signed by unknown authority", "net.tls"),
+    ],
+)
+def test_a_driver_s_report_on_its_workers(words: str, cause: str) -> None:
+    """A driver that only says that a training failed outranks no word of a worker, and names nothing that it lived through."""
+    report = ERROR.format(
+        "", "ray.train.base_trainer.TrainingFailedError: The Ray Train run failed. Please inspect the errors."
+    )
+    assert said(f"(RayTrainWorker pid=881, ip=10.3.0.4) {words}\n" + report) == cause
+    assert said(report) == "exception.TrainingFailedError"
+
+
+def test_words_and_the_launcher_of_one_pod() -> None:
+    """What a pod wrote before its launcher told of a rank's end is why that rank ended."""
+    text = (
+        "worker-1: corrupted size vs. prev_size\n"
+        "worker-1: [2025-02-11 08:30:04,512] [ERROR] [launch.py:325] ['python', '--local_rank=3'] exits with return code = -6\n"
+    )
+    assert said(text) == "native.heap"
+
+
+def test_a_line_of_a_terminal_s_width_is_not_always_broken() -> None:
+    """One line may be as long as a terminal is wide: the next one begins anew, by what launchers and runs begin with."""
+    long = (
+        "cn-7:41:51 [2] misc/ibvwrap.cc:262 NCCL WARN Call to ibv_modify_qp failed with error Connection timed out".ljust(
+            119
+        )
+        + "0"
+    )
+    assert said(f"step 1 | loss 2.1\n{long}\nsrun: error: cn-7: task 3: Exited with exit code 1\n") == "ib.fatal"
+
+
+def test_what_an_ending_interpreter_ignores_is_inside_no_wrapper() -> None:
+    """An exception in a destructor is not what a wrapper before it holds."""
+    ignored = "Exception ignored in: <function Loader.__del__ at 0x7f>\n" + ERROR.format(
+        "", "AssertionError: can only test a child"
+    )
+    build = "subprocess.CalledProcessError: Command '['/usr/bin/gcc', '/tmp/main.c', '-shared']' returned non-zero exit status 1."
+    assert said(ERROR.format("", build) + ignored) == "compile.failed"
+
+
+def test_a_launcher_s_host_is_no_host_that_went_past_a_failure() -> None:
+    """The host of a remote shell runs no rank: what the only other host lacks is not compared with it."""
+    text = ERROR.format(
+        "worker-1: ", "RuntimeError: CUDA error: no kernel image is available for execution on the device"
+    )
+    found = answer(text + "pdsh@worker-0: worker-1: ssh exited with exit code 1\n")
+    assert (found.judgement.signature, found.judgement.verdict) == ("cuda.driver", "USER")
+    assert found.judgement.action not in ("isolate", "reset", "relaunch")

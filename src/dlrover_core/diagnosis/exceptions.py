@@ -46,12 +46,13 @@ _JAVA = re.compile(
 _JAVA_AT = re.compile(r"^\s+at [\w.$<>/]+\(.{0,200}\)")
 _JAVA_CAUSE = re.compile(r"^Caused by: (?P<name>(?:[a-z_]\w*\.)*[A-Z][\w$]*)(?:: (?P<message>.*))?$")
 # A line that begins anew: with a time, a level or a writer of its own.
-_ANEW = re.compile(
+ANEW = re.compile(
     r"^(?:\[?\d{4}[-/]\d\d[-/]\d\d|[IWEF]\d{4} |(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b[:| ]|\[\d\d:\d\d|srun: |slurmstepd"
     r"|\S+:\d+:\d+ \[\d+\] |\[[IWEF]\d{3,4} |\[\S+:\d+\] \*\*\* |wandb: |mpi(?:run|exec)\b|Primary job |pdsh@|make: \*\*\*"
     r"|\S{1,200}:\d+: \w*Warning: |Killed$|Aborted\b|Segmentation fault\b|Bus error\b|\S{1,120}: line \d+: +\d+ "
     r"|\*\*\* |free\(\): |malloc\(\): |double free or|munmap_chunk\(\)|corrupted (?:size|double|unsorted)|pure virtual method)"
 )
+_IGNORED = re.compile(r"Exception ignored in|Error in atexit")
 # What launchers put around their own words.
 _RULED = re.compile(r"^(?:-{10,}|={10,}|\*{10,})$")
 # A step of a run, which goes on.
@@ -83,7 +84,7 @@ WRAPPERS = frozenset(
         "WorkerGroupError", "ControllerError", "TaskError", "ProcessException", "CancelledError", "ExceptionWrapper",
         "CompilationError", "TuneError", "HyperparameterError", "SystemExit", "CalledProcessError", "BrokenProcessPool",
         "EngineDeadError", "AsyncEngineDeadError", "InstantiationException", "UserCodeException", "UndeclaredThrowableException",
-        "ExecutionException", "InvocationTargetException", "CompletionException",
+        "ExecutionException", "InvocationTargetException", "CompletionException", "CheckpointException",
     )
 )  # fmt: skip
 # A launcher's report, which is whole: what is printed after it is another story.
@@ -309,6 +310,8 @@ def _all(lines: Sequence[str], own: Mapping[int, str]) -> Iterator[list[list[Rai
                 number += 1
                 continue
         near = after >= 0 and number - after <= 4
+        # What is raised while an interpreter ends is no wrapper's content.
+        near = near and not any(_IGNORED.search(one) for one in lines[after + 1 : number + 1])
         its = link or (INSIDE if holds and near else ALONE)
         read = _java(lines, number, its) if java is not None else _Knot(lines, number, its, own).read()
         parts, last = read
@@ -399,7 +402,7 @@ class _Knot:
         """Is a line with a word and a colon another writer's, and not an exception of that name?"""
         after = self._lines[self._number + 1 : self._number + 1 + FRAMES_GO_ON]
         goes_on = next((one for one in after if _FRAME.match(one) or _START.match(one)), "")
-        return bool(_ANEW.match(line) or PROGRESS.search(line) or _FRAME.match(goes_on))
+        return bool(ANEW.match(line) or PROGRESS.search(line) or _FRAME.match(goes_on))
 
     def _parts(self) -> list[list[Raised]]:
         """The exceptions, those that hang together in one part. A traceback that was cut off before others began has none."""
@@ -440,7 +443,7 @@ def _cut(lines: Sequence[str], start: int) -> tuple[bool, int]:
             return False, number + 1
         if found is None and line.strip() and not line[0].isspace() and not PROGRESS.search(line):
             titled = _titled(line.strip(), sure=False)
-            return titled is not None and _is_type(titled) and _ANEW.match(line) is None, number
+            return titled is not None and _is_type(titled) and ANEW.match(line) is None, number
     return False, number + 1
 
 
@@ -496,7 +499,7 @@ def _ends(line: str, bare: str, indent: int) -> bool:
     if _START.match(line) or "above exception" in line or _FRAME.match(line) or (_RULER.match(line) and "+" in line):
         return True
     if (
-        _ANEW.match(bare)
+        ANEW.match(bare)
         or PROGRESS.search(bare) is not None
         or bare.startswith(("Exception in thread ", "Exception ignored in", "Fatal Python", "terminate called"))
     ):

@@ -472,7 +472,7 @@ def _passed(case: _Case, others: set[str]) -> set[str]:
     """Of these nodes those that went past the point of failure: one that was only swept away, or told of, may not have."""
     seen = {where(one) for one in case.seen}
     told = [one for one in case.seen if one.source not in (PLATFORM, NODE) and one.signature not in _SWEEPS]
-    spoke = {where(one) for one in told if not one.signature.endswith(".sweep")}
+    spoke = {where(one) for one in told if not one.signature.endswith(".sweep") and one.signature not in STOPPED}
     return {node for node in others if node in spoke or node not in seen}
 
 

@@ -36,7 +36,7 @@ NAMED_LINES, PEER_LINES = 4, 14
 """So many lines after one about a host, or about a peer, may say which."""
 LINE_S = 1e-6
 _NOBODY = (-1, "", "", 0)
-TEXT_LINES_MAX = 160
+TEXT_LINES_MAX, GUESS_LINES = 160, 3
 
 # A launcher that only passes on how its child ended.
 _LAUNCHES = re.compile(
@@ -278,8 +278,8 @@ class _File:
             said = Matcher.best(self._matcher.scan(words_of(told), ERROR))
             name = said.signature.id if said is not None and said.signature.id.startswith(ENDS) else ""
             vague = said is not None and _vague(said)
-            telling = said is not None and not vague and not name
-            likely = vocabulary.likeliest(told.text)
+            telling = said is not None and not vague and not name and not exceptions.wraps(told)
+            likely = vocabulary.likeliest("\n".join(told.text.split("\n")[:GUESS_LINES]))
             yield Found(chain.last, seen._replace(exit_code=1, guess=likely), name, doubted, told.at, vague, telling)
 
     def _of_ends(self, ends: Sequence[launchers.Ended]) -> Iterator[Found]:
@@ -289,9 +289,9 @@ class _File:
                 host = one.host or self.places.host
                 rank = self.places.rank_of.get((host, one.local), self.places.layout.rank(host, one.local))
             # A launcher that knows the rank on its host is on that host.
-            host = one.host or (self.rows[one.line].who.host if one.local >= 0 else "")
+            its = self.rows[one.line].who if one.local >= 0 and not one.host else Who(host=one.host)
             at_s = (self._first_at(one, ends) if one.first else self._at(one.line)) - one.before_s
-            seen = self.places.placed(at_s, EXIT, Who(rank, one.local, host), "", "")
+            seen = self.places.placed(at_s, EXIT, its._replace(rank=rank, local=one.local), "", "")
             if one.code == 0:
                 continue
             # A summary's order is that of its own times; without any it comes after whatever the ranks said.

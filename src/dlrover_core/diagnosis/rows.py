@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dlrover_core.diagnosis import who
+from dlrover_core.diagnosis import exceptions, who
 from dlrover_core.diagnosis.who import Who
 
 # A terminal's usual widths: one line of just that length is reason enough.
@@ -101,7 +101,8 @@ def _unwrapped(text: Text) -> Iterator[tuple[int, str]]:
 def _begins(line: str) -> bool:
     """Does a line begin anew, with a time or a writer of its own?"""
     peeled = who.peel(line)
-    return bool(peeled.stamps) or peeled.who != Who() or line.startswith(("Traceback", "  File "))
+    known = line.startswith(("Traceback", "  File ")) or exceptions.ANEW.match(line) or exceptions.PROGRESS.match(line)
+    return bool(peeled.stamps or known) or peeled.who != Who()
 
 
 def numbered(rows: list[Row]) -> tuple[list[Row], str]:

@@ -35,6 +35,18 @@ _ECHOES = ("ray.system_error",)
 _CANCELLED = "exception.CancelledError"
 # What a parent says of a child that ended, by type.
 _PARENTS = tuple(f"exception.{one}" for one in ("ChildProcessError", "BrokenProcessPool", "TerminatedWorkerError"))
+# What drivers of trainings raise over whatever their workers raised, by type.
+_PASSED_ON = tuple(
+    f"exception.{one}"
+    for one in (
+        "TrainingFailedError",
+        "RayTrainWorkerError",
+        "WorkerGroupError",
+        "ControllerError",
+        "TuneError",
+        "RayTaskError",
+    )
+)
 # A collective's own reports, after which its watchdog ends the process.
 _REPORTS = ("nccl.timeout", "nccl.aborted", "nccl.lagging", "nccl.remote")
 # Launchers' words on what they did to a job, which no program said.
@@ -73,6 +85,9 @@ def reported(case: Case) -> None:
         ),
         "an echo: it is known how that worker ended",
     )
+    others = [one for one in case.live if one.verdict != CASC and one.signature not in _PASSED_ON]
+    told = any(case.action(one) != "obs" and not _SELF_ENDED.match(one.signature) for one in others)
+    case.drop(lambda one: told and one.signature in _PASSED_ON, "a report on others: their own words say why")
     raised = [one for one in case.live if one.source == ERROR and one.verdict != CASC and one.signature not in _ECHOES]
     case.drop(
         lambda one: (
