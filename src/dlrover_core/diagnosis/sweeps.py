@@ -78,6 +78,9 @@ class Case(Protocol):
 
 def reported(case: Case) -> None:
     """What a platform says of a worker's end, whatever its reason, is an echo where more is known of that end."""
+    kinds = {one.signature for one in case.live}
+    if not kinds.intersection((*_ECHOES, *_PARENTS, *_PASSED_ON)):
+        return
     ended = [one.rank for one in case.live if _KILLED.match(one.signature) and one.signature != "exit.oom"]
     case.drop(
         lambda one: (
@@ -169,16 +172,20 @@ def swept(case: Case) -> None:
 
 def _in_its_wake(case: Case) -> None:
     """What processes say and do that end because another part of the job has failed."""
-    reports = [one.at for one in case.seen if one.signature in _REPORTS]
-    case.drop(
-        lambda one: one.signature == "exit.sigabrt" and any(at <= one.at for at in reports),
-        "an echo: a collective's watchdog ends its process after its report",
-    )
-    case.drop(
-        lambda one: one.signature == "native.python" and _FINISHING.search(one.text) is not None,
-        "a consequence: the interpreter was ending already",
-    )
-    case.drop(lambda one: one.signature == _CANCELLED, "a consequence: whatever cancelled it says why")
+    kinds = {one.signature for one in case.live}
+    if "exit.sigabrt" in kinds and kinds.intersection(_REPORTS):
+        first = min(one.at for one in case.live if one.signature in _REPORTS)
+        case.drop(
+            lambda one: one.signature == "exit.sigabrt" and first <= one.at,
+            "an echo: a collective's watchdog ends its process after its report",
+        )
+    if "native.python" in kinds:
+        case.drop(
+            lambda one: one.signature == "native.python" and _FINISHING.search(one.text) is not None,
+            "a consequence: the interpreter was ending already",
+        )
+    if _CANCELLED in kinds:
+        case.drop(lambda one: one.signature == _CANCELLED, "a consequence: whatever cancelled it says why")
 
 
 def _unanswered(case: Case) -> None:
