@@ -152,7 +152,7 @@ def test_a_pods_launcher_loads_nothing_heavy_until_its_master_runs(tmp_path: Pat
 
 
 def test_a_master_loads_no_client_of_kubernetes_until_it_leads() -> None:
-    """The client is half a second of imports, and the lists of pods come after the first decision."""
+    """The lists of pods come after the first decision."""
     modules = ["dlrover_adapters.cli.master", *ahead_master.modules("k8s:image=i:1", "")]
     code = f"import sys, {', '.join(modules)}\nprint(*sys.modules)"
     loaded = set(

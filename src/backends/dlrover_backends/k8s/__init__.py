@@ -1,6 +1,6 @@
 """The Kubernetes backend: a node is a pod (docs/kubernetes.md). The extra ``k8s`` brings what it needs.
 
-Names resolve lazily: the launcher looks at the arguments alone, and importing the client library takes half a second.
+Names resolve lazily: the launcher looks at the arguments alone, and importing what speaks to a cluster takes time.
 """
 
 from __future__ import annotations

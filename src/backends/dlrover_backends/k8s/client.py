@@ -547,7 +547,7 @@ class KubernetesBackend:
     async def _connected(self) -> None:
         async with self._connecting:  # once: several ask at the start
             if self._api is None:
-                # Half a second of imports, which must not hold the master's loop.
+                # Its imports must not hold the master's loop.
                 await asyncio.to_thread(importlib.import_module, "dlrover_backends.k8s.transport")
                 from dlrover_backends.k8s.transport import Transport
 

@@ -11,19 +11,22 @@ import json
 import os
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 import aiohttp
-from kubernetes_asyncio import config
-from kubernetes_asyncio.client.configuration import Configuration
-from kubernetes_asyncio.client.rest import RESTClientObject
 
+from dlrover_backends.k8s import library
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.errors import ApiError, Request, Unauthorized, Unreachable, of_answer
 from dlrover_core.errors import SpecError
 
-kube: Any = config  # partly typed, and not everywhere installed
+if TYPE_CHECKING:
+    from kubernetes_asyncio.client.configuration import Configuration
+    from kubernetes_asyncio.client.rest import RESTClientObject
+
+parts = library.parts()
+kube: Any = parts.config  # partly typed, and not everywhere installed
 
 CONNECT_S, READ_S, TOTAL_S = 5.0, 30.0, 60.0
 PASSED_S = 120.0
@@ -178,11 +181,13 @@ class Transport:
         async with self._opening:
             if self._rest is None or self._configuration is None:
                 self._configuration = await self._credentials()
-                self._rest = RESTClientObject(self._configuration, maxsize=POOL_MAX)
+                self._rest = parts.rest(self._configuration, maxsize=POOL_MAX)
             return self._rest, self._configuration
 
     async def _credentials(self) -> Configuration:
-        found: Configuration = type.__call__(Configuration)  # a new one: calling the class gives the process's default
+        found: Configuration = type.__call__(
+            parts.configuration
+        )  # a new one: calling the class gives the process's default
         path = self._kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
         there = _exists(path)
         in_cluster = not there and not self._kubeconfig and bool(os.environ.get(IN_CLUSTER))

@@ -1,0 +1,31 @@
+"""What is used of kubernetes-asyncio is imported alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+ALONE = """
+import sys
+from dlrover_backends.k8s import transport
+assert transport.kube.load_kube_config and transport.kube.load_incluster_config
+print(*(one for one in sys.modules if one.startswith("kubernetes_asyncio")))
+from kubernetes_asyncio import client, config
+assert client.CoreV1Api and client.ApiClient is not object
+assert config.kube_config.ApiClient is client.ApiClient
+"""
+FIRST = """
+import kubernetes_asyncio.client
+from dlrover_backends.k8s import transport
+assert transport.parts.configuration is kubernetes_asyncio.client.Configuration
+print()
+"""
+
+
+@pytest.mark.parametrize("code", [ALONE, FIRST], ids=["alone", "whole"])
+def test_the_library_is_whole_for_everybody_else(code: str) -> None:
+    """Whoever imports it after us has all of it; where somebody has imported it before, that is what is used."""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout.split()) == (0, []), ended.stderr
