@@ -30,6 +30,8 @@ RESIZE_S = "5"
 ON_DISK = {"RAY_gcs_storage": "rocksdb"}
 """With it a cluster's state outlives the process that holds it."""
 LOCAL = "the local backend"
+RESTARTS = ("--max-restarts", "100")
+"""More than are killed: Ray Train's failures are unlimited, too."""
 NEEDS = {
     "pandas": "pandas",
     "tensorboardX": "tensorboardX",
@@ -117,7 +119,7 @@ def ray_job(launcher: str, cluster: Ground | None, nodes: str, *options: str) ->
         job = Job(OURS, folder, (), script=SCRIPT)
         script = job.command[job.command.index(str(SCRIPT)) :]
         if cluster is None:
-            job.command = [*job.command[:5], "--local-nodes", "2", "--nproc-per-node", "1", *script]
+            job.command = [*job.command[:5], "--local-nodes", "2", "--nproc-per-node", "1", *RESTARTS, *script]
             return job
         if launcher in {TRAIN, QUICK_TRAIN}:
             job.command = [sys.executable, *script, "--trainer", nodes]
@@ -127,7 +129,17 @@ def ray_job(launcher: str, cluster: Ground | None, nodes: str, *options: str) ->
                 job.env |= QUICKEST
             return job
         ours = ("--backend", "ray", "--ray-address", cluster.address, "--resources", "CPU=1", "--bind", "127.0.0.1")
-        job.command = [*job.command[:5], *ours, "--nnodes", nodes, "--nproc-per-node", "1", *options, *script]
+        job.command = [
+            *job.command[:5],
+            *ours,
+            "--nnodes",
+            nodes,
+            "--nproc-per-node",
+            "1",
+            *RESTARTS,
+            *options,
+            *script,
+        ]
         return job
 
     with kept(make) as job:
