@@ -48,7 +48,13 @@ from incidents import kind
 MEASURES = ("src/dlrover_core/diagnosis", "src/adapters/dlrover_adapters/cli/diagnose.py", "tests/corpus")
 
 ROOT_MIN, CLASS_MIN, PLACE_MIN, SURE, SURE_MIN, ANSWERED_MIN, FLIPS_MAX = 0.90, 0.90, 0.90, 0.75, 0.97, 0.70, 0.01
-NAMES = {TEACHING: "teaching", HELDOUT: "held out", ASIDE: "set aside", CHECKING: "checking", SECOND: "second held out"}
+NAMES = {
+    TEACHING: "teaching",
+    HELDOUT: "once held out",
+    ASIDE: "set aside",
+    CHECKING: "checking",
+    SECOND: "second held out",
+}
 EXCEPTION = re.compile(
     r"(?:^|[\s:\]])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Killed|Panic|Died)\b)(?::|$)"
 )
@@ -181,7 +187,7 @@ def judged(result: Result, part: str, told: Sequence[Case], same: Mapping[str, S
         chosen = marks if of is None else [marks[number] for number in of]
         return [found for _, one in chosen if (found := measure(one)) is not None]
 
-    least = part in (HELDOUT, SECOND)
+    least = part == SECOND
     result.rows += [
         row(
             f"{name}: root, by the label alone; peer: last exception",
