@@ -90,12 +90,12 @@ class Folder:
         world = {
             "job": "rough", "status": 0, "marks": [f"FOLDER={self.path}"], "log": [], "stored": str(self.path / "stored"),
             "said": ["err", "state/jobs/*/control.log"],
-            "dlrover": [sys.executable, str(self.path / "dlrover.py"), str(self.path)],
+            "dlrover": [sys.executable, "-I", "-S", str(self.path / "dlrover.py"), str(self.path)],
         }  # fmt: skip
         (self.path / "world.json").write_text(json.dumps(world | about))
         script = str(Path(witness.__file__))
         done = subprocess.run(
-            [sys.executable, "-I", script, str(self.path)], capture_output=True, text=True, check=False
+            [sys.executable, "-I", "-S", script, str(self.path)], capture_output=True, text=True, check=False
         )
         assert done.stdout, done.stderr
         found = dict(json.loads(done.stdout))
