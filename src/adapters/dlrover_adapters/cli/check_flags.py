@@ -28,7 +28,7 @@ def policy(ours: argparse._ArgumentGroup) -> None:
         action=Given,
         choices=("report", "replace"),
         default="report",
-        help="what is done about a node whose check was slow: only say so (default), or replace it, once",
+        help="a node whose check was slow: only report it (default), or replace it, once",
     )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 EPILOG = """\
 examples:
-  dlrover-run --nproc-per-node=2 train.py --lr 0.1      two workers; a killed one is back at its next step in a blink
+  dlrover-run --nproc-per-node=2 train.py --lr 0.1      two workers; a killed one is restarted in a fraction of a second
   dlrover-run --nproc-per-node=8 -m my.package.train    a module instead of a script
   dlrover-run --local-nodes 2 --nproc-per-node=2 train.py
-                                                        two nodes on this host: what happens when a whole node dies?
+                                                        two nodes on this host, to try the death of a whole node
   dlrover-run --preload transformers,datasets train.py  import these once, not at every restart
   dlrover-run -r 3 -t 0:3 --log-dir logs train.py       every rank's output into files, rank 0's also here
   dlrover-run --detach --local-nodes 2 train.py         the job belongs to no terminal: this command returns, the job goes on

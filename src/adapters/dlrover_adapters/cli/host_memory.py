@@ -20,7 +20,7 @@ EXAMPLES = """\
   dlrover hosts digits                                 who runs where, what failed there, who is kept off and why
   dlrover hosts digits --json | jq '.hosts[] | select(.quarantined_until > 0)'
   dlrover hosts digits --quarantine gpu-17 --for 2h    start nothing there; 'dlrover drain' moves what runs there
-  dlrover hosts digits --release gpu-17                it was mended: forget what is known against it"""
+  dlrover hosts digits --release gpu-17                it was mended: forget its failures"""
 
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "": 1}
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d|)")
@@ -34,7 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs: every field named, times in microseconds")
     word = parser.add_mutually_exclusive_group()
     word.add_argument("--quarantine", metavar="HOST", help="start nothing on this host; what runs there is left alone")
-    word.add_argument("--release", metavar="HOST", help="end its quarantine, and forget what is known against it")
+    word.add_argument("--release", metavar="HOST", help="end its quarantine or probation, and forget its failures")
     parser.add_argument(
         "--for", metavar="TIME", dest="for_s", type=length, default=DAY_S, help="as 90s, 30min, 2h, 3d (default: 1d)"
     )

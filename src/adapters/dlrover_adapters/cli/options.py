@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("--version", action="store_true", help="say whose dlrover-run this is, and which version")
+    made.add_argument("--version", action="store_true", help="print the distribution and its version")
     _show_config(made)
     known = made.add_argument_group("as under torchrun")
     torchrun_flags.size(known)
@@ -172,7 +172,7 @@ def _policy(ours: argparse._ArgumentGroup) -> None:
         action=Given,
         choices=ON_JOIN,
         default="restart",
-        help="a node that comes late restarts a smaller world; planned: only at a step boundary; never: the next restart adds it",
+        help="a late node restarts a smaller world (default); planned: only at a step boundary; never: the next restart adds it",
     )
     ours.add_argument(
         "--relaunch-max",
@@ -189,21 +189,21 @@ def _policy(ours: argparse._ArgumentGroup) -> None:
         type=values.seconds,
         default=None,
         metavar="SECONDS",
-        help="no rank makes a step for this long, at least: find the rank that hangs, and restart; 0: never (default 60)",
+        help="time without a step, at least, until the rank that hangs is named and all restart; 0: never (default 60)",
     )
     ours.add_argument(
         "--hang-action",
         action=Given,
         choices=("restart", "report"),
         default="restart",
-        help="what is done about a rank that hangs: restart the processes (default), or only say so",
+        help="a rank that hangs: restart the processes (default), or only report it",
     )
     ours.add_argument(
         "--slow-action",
         action=Given,
         choices=("report", "replace"),
         default="report",
-        help="what is done about a rank that computes slower than it did: only say so (default), or replace its node once "
+        help="a rank that computes slower than it did: only report it (default), or replace its node once "
         "it has cost as much time as a replacement takes",
     )
     ours.add_argument(
@@ -275,7 +275,7 @@ def _ours(ours: argparse._ArgumentGroup) -> None:
     ours.add_argument(
         "--watch-grads",
         action="store_true",
-        help="look at the norm of the gradients now and again: one that is no number is a failure (default off)",
+        help="check the norm of the gradients now and then: NaN or infinity is a failure (default off)",
     )
     ours.add_argument(
         "--detect",
