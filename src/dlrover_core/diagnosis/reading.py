@@ -406,8 +406,9 @@ class _File:
 def _front(row: Row) -> str:
     """What stands before a line, figures apart: a time, a level, a writer or a call site of its own. Empty: nothing does."""
     raw, body = row.raw.rstrip(), row.body.rstrip()
-    if body and raw.endswith(body) and len(raw) > len(body):
-        return _FIGURES.sub("0", raw[: len(raw) - len(body)].strip()) or " "
+    at = raw.find(body) if body else -1  # in JSON and colours it is not the line's end
+    if at > 0:
+        return _FIGURES.sub("0", raw[:at].strip()) or " "
     return f"{row.level} " if row.stamps or row.level or raw.strip() != body.strip() else ""
 
 
