@@ -274,6 +274,14 @@ def test_a_signature_is_learnt_from_a_log(tmp_path: Path, capsys: pytest.Capture
         assert told(capsys, str(log_), "--signatures", str(mine))["signature"] == "plant.pump"
 
 
+def test_a_level_alone_says_that_a_line_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in docs/diagnosis.md: no other word of the line does."""
+    path = tmp_path / "train.log"
+    path.write_text("ERROR: coolant flow below 12 % in rack r7\nINFO: saved\n")
+    assert main.main(["signatures", "--learn", str(path), "--as", "plant.cooling"]) == OK
+    assert "coolant" in capsys.readouterr().out
+
+
 def test_what_cannot_be_learnt(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A log without a telling line, a missing id and a wrong one are told, and what is known already is named."""
     fine = tmp_path / "fine.log"

@@ -282,3 +282,37 @@ def test_a_servers_status_in_any_wording(words: str, signature: str) -> None:
     found = classify.of_exception(table(), HEAD + FRAME.format("train", 3) + words + "\n")
     assert found is not None
     assert found.signature == signature
+
+
+BITS = (
+    *(
+        "Traceback (most recent call last):",
+        '  File "/a/b.py", line 3, in f',
+        "    x = 1",
+        "    ^^^^^",
+        "",
+        "INFO fine",
+    ),
+    *("RuntimeError", "RuntimeError: boom", ": Traceback (most recent call last):", "KeyError: 'a'"),
+    *(
+        CAUSE.strip(),
+        HANDLING.strip(),
+        "Exception in thread Thread-1:",
+        "RuntimeError: Caught X in DataLoader worker 0.",
+    ),
+    *("Original Traceback (most recent call last):", "  what():  boom", "terminate called without an active exception"),
+    *("  + Exception Group Traceback (most recent call last):", "  | ExceptionGroup: many (2 sub-exceptions)"),
+    *("  +-+---------------- 1 ----------------", "    | ValueError: 1", "    +-----------------------------------"),
+    *("Caused by: java.io.IOException: x", "\tat a.b.C(C.java:1)", "[rank1]: ValueError: y"),
+)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_torn_tracebacks_are_chains_of_lines_of_their_own(seed: int) -> None:
+    """Whatever lines come in whatever order: no line belongs to two chains, and each chain has one."""
+    dice = random.Random(seed)
+    for _ in range(500):
+        lines = [dice.choice(BITS) for _ in range(dice.randrange(1, 12))]
+        rows = [row for chain in chains(lines) for row in chain.rows]
+        assert len(rows) == len(set(rows)), lines
+        assert all(chain.rows for chain in chains(lines)), lines

@@ -215,7 +215,9 @@ def _owned(found: Sequence[Sequence[Raised]]) -> list[Chain]:
         own = {row for one in links for row in one.rows}
         foreign = (taken - own).union(*(set(range(one.first, one.last + 1)) - own for one in links))
         chain = Chain(tuple(links))
-        made.append(chain._replace(rows=tuple(sorted(set(range(chain.first, chain.last + 1)) - foreign))))
+        rows = tuple(sorted(set(range(chain.first, chain.last + 1)) - foreign))
+        if rows:  # of a head in another one's message nothing is left
+            made.append(chain._replace(rows=rows))
     return made
 
 

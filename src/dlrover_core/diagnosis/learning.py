@@ -72,7 +72,8 @@ def draft(lines: Sequence[str], name: str) -> Draft | None:
         told = exceptions.telling(found[-1], lambda one: 0 if exceptions.wraps(one) else 2)
         text, number = told.text.split("\n", maxsplit=1)[0], told.last
     else:
-        spoken = [at for at, line in enumerate(peeled) if _SPEAKS.search(line)]
+        # The level, which is peeled off, may be all that speaks of it.
+        spoken = [at for at, line in enumerate(lines) if _SPEAKS.search(line)]
         if not spoken:
             return None
         text, number = peeled[spoken[-1]], spoken[-1]
