@@ -283,3 +283,31 @@ def test_a_place_that_never_had_an_actor(ground: Ground) -> None:
         assert not ground.groups
 
     asyncio.run(told())
+
+
+@pytest.mark.parametrize(("listed_s", "rest_s"), [(0.0, 40.0), (1.5, 10.0), (2.0, 1.0)])
+def test_how_long_the_desk_rests(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, listed_s: float, rest_s: float
+) -> None:
+    """A twentieth of its time it looks; what only a list took, which the next looks do without, is no part of that."""
+    rests: list[float] = []
+
+    async def rested(bound_s: float, _: asyncio.Event) -> None:
+        rests.append(bound_s)
+        raise EOFError
+
+    def look(**_: bool) -> Snapshot:
+        ground.now += 2.0
+        return Snapshot({}, {}, {})
+
+    cluster = cast(Any, ground)
+    cluster.kept, cluster.address, cluster.look = SimpleNamespace(listed_s=listed_s), "h:1", look
+    monkeypatch.setattr(module, "any_within", rested)
+    monkeypatch.setattr(module.tables, "follow", lambda *_: asyncio.sleep(0))
+
+    async def told() -> None:
+        with pytest.raises(EOFError):
+            await Lookout(cluster).run()
+
+    asyncio.run(told())
+    assert rests == [rest_s]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from dlrover_backends.ray import private, tables
 from dlrover_backends.ray.names import Run
 from dlrover_backends.ray.private import News
 from dlrover_backends.ray.records import Actor, Group, Host
-from dlrover_backends.ray.tables import RELIST_S, Kept, Source, follow
+from dlrover_backends.ray.tables import LOOK_SHARE, RELIST_S, Kept, Source, follow
 
 RUN = Run("j", "r")
 
@@ -152,6 +154,57 @@ def test_a_list_that_fails_is_owed() -> None:
     ground.reads()
     ground.states()
     assert ground.reads() == ALL
+    # All was read and settled; the next list is asked for by an order, after a death was published.
+    ground.kept.changed(actor("a", "DEAD"))
+    ground.actors = [actor("a", "DEAD")]
+    ground.now += 1.0
+    ground.while_listed = fails
+    with pytest.raises(ConnectionError):
+        ground.states(anew=True)
+    ground.while_listed = lambda: None
+    assert ground.states() == {"a": "DEAD"}
+
+
+def test_one_reads_at_a_time() -> None:
+    """A list that was begun earlier does not take the place of one that somebody else has begun later."""
+    ground = Ground()
+    known: list[dict[str, str]] = []
+    other = threading.Thread(target=lambda: known.append(ground.states(anew=True)))
+
+    def meanwhile() -> None:
+        ground.while_listed = lambda: None
+        ground.actors = [actor("a", "DEAD")]
+        other.start()
+        other.join(0.1)  # it waits for us
+
+    ground.kept.follow()
+    ground.while_listed = meanwhile
+    assert ground.states() == {"a": "ALIVE"}
+    other.join(30.0)
+    assert known == [{"a": "DEAD"}]
+    assert ground.states() == {"a": "DEAD"}
+
+
+def test_what_a_list_takes() -> None:
+    """It is told apart from the rest while its changes are published, and then the next list is put off for it."""
+    ground = Ground()
+
+    def takes() -> None:
+        ground.now += RELIST_S
+
+    ground.while_listed = takes
+    ground.states()
+    assert ground.kept.listed_s == 0.0, "the next look reads one, too"
+    ground.kept.follow()
+    ground.states()
+    assert ground.kept.listed_s == RELIST_S
+    ground.reads()
+    ground.now += LOOK_SHARE * RELIST_S - 1.0
+    ground.states()
+    assert (ground.reads(), ground.kept.listed_s) == ([], 0.0)
+    ground.now += 1.0
+    ground.states()
+    assert ground.reads() == ALL
 
 
 # ---- following
@@ -216,6 +269,26 @@ def test_another_service(monkeypatch: pytest.MonkeyPatch, error: Exception) -> N
     asyncio.run(service.told(3))
     assert service.known == [{"a": "ALIVE"}, {"a": "ALIVE"}, {"a": "DEAD"}]
     assert service.ground.reads() == [*ALL, *ALL, "groups"]
+
+
+def test_a_subscription_that_breaks_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It begins well each time: that is said once, and tried more and more seldom, until something has come."""
+    broken, news = (News(begins=True), ConnectionError("reset")), News()
+    service = Service(
+        monkeypatch, *[broken] * 7, (News(begins=True), news, ConnectionError("away")), (News(begins=True),)
+    )
+    monkeypatch.setattr(tables, "AGAIN_S", 1.0)
+    waits: list[float] = []
+
+    async def sleep(bound_s: float) -> None:
+        waits.append(bound_s)
+
+    monkeypatch.setattr(tables, "asyncio", SimpleNamespace(sleep=sleep))
+    asyncio.run(service.told(9))
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 1.0]
+    assert capsys.readouterr().out.count("publishes nothing any more") == 2
 
 
 def test_a_ray_that_publishes_nothing_to_us(

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from dlrover_backends.ray.cluster import Cluster
 
 LOOK_S = 1.0
-LOOK_SHARE = 20.0
-"""Looking takes at most this part of the time: in a cluster that keeps 100,000 dead actors one look takes a second."""
 KILL_WAIT_S = 8.0
 """So long beyond its grace a keeper may take to end; then Ray ends it."""
 UNPLACED_S, SLOW_S = 90.0, 660.0
@@ -71,7 +69,9 @@ class Lookout:
                     await self.look(anew=False)
                 except Exception as error:  # noqa: BLE001  # Ray raises anything; while its state service is away nothing is news
                     log.warning("the cluster cannot be looked at", error=f"{type(error).__name__}: {error}")
-                await any_within(max(LOOK_S, LOOK_SHARE * (time.monotonic() - began)), self._wake)
+                # A list that the next looks do without holds up no other question, such as which hosts are drained.
+                spent_s = time.monotonic() - began - self._cluster.kept.listed_s
+                await any_within(max(LOOK_S, tables.LOOK_SHARE * spent_s), self._wake)
                 self._wake.clear()
         finally:
             following.cancel()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -21,7 +22,9 @@ from dlrover_backends.ray.records import STATES, Actor, Group, Host
 
 RELIST_S = 60.0
 """So long tables are kept by published changes alone: what was missed for an unknown reason is known then."""
-AGAIN_S = 1.0
+LOOK_SHARE = 20.0
+"""Reading takes at most this part of the time: in a cluster that keeps 100,000 dead actors, a list of them takes a second."""
+AGAIN_S, AGAIN_MAX_S = 1.0, 30.0
 
 log = structlog.get_logger("dlrover.desk")
 
@@ -43,14 +46,15 @@ class Source(NamedTuple):
 
 
 class Kept:
-    """The tables of one run, kept. `read` is called by one thread at a time, everything else in the desk's loop.
+    """The tables of one run, kept. `read` may be called in any thread, everything else in the desk's loop.
 
     ``run``: whose tables; ``now``: steady seconds.
     """
 
     def __init__(self, run: Run, source: Source, now: Callable[[], float] = time.monotonic) -> None:
         self.run, self._source, self._now = run, source, now
-        self._follows, self._list_at = False, 0.0
+        self._follows, self._list_at, self._listed_s = False, 0.0, 0.0
+        self._reading = threading.Lock()
         self._listed: dict[str, Actor] = {}
         self._news: dict[str, Actor] = {}
         """What was published since the last list of actors began, by the actors' ids."""
@@ -84,15 +88,30 @@ class Kept:
 
     # ---- what is there
 
+    @property
+    def listed_s(self) -> float:
+        """So many seconds of the last `read` went into a list that the next ones do without, for its changes are published."""
+        return self._listed_s if self._follows else 0.0
+
     def read(self, *, anew: bool) -> Tables:
-        """The tables as they are now; ``anew``: all of them are read. Blocks, and raises whatever Ray does."""
+        """The tables as they are now; ``anew``: all of them are read. Blocks, and raises whatever Ray does.
+
+        Whoever comes meanwhile waits: an older list must not take the place of a newer one.
+        """
+        with self._reading:
+            return self._read(anew)
+
+    def _read(self, anew: bool) -> Tables:
+        self._listed_s = 0.0
         anew = anew or not self._follows or self._now() >= self._list_at
         if anew or self._actors_old:
-            seen = self._actors_old.seen()
+            seen, began = self._actors_old.seen(), self._now()
+            self._list_at = 0.0  # where this list does not come, another one has to: what was published is dropped
             self._news = {}  # Ray publishes what its table has: the list has all that was published before
             self._listed = {one.id: one for one in self._source.actors() if one.namespace == self.run.space}
             self._actors_old.younger(seen)
-            self._list_at = self._now() + RELIST_S
+            self._listed_s = self._now() - began
+            self._list_at = self._now() + max(RELIST_S, LOOK_SHARE * self._listed_s)
         if anew or self._hosts_old:
             seen = self._hosts_old.seen()
             self._hosts = tuple(self._source.hosts())
@@ -142,16 +161,18 @@ def _further(known: Actor | None, told: Actor) -> Actor:
 async def follow(kept: Kept, address: str, woken: Callable[[], None]) -> None:
     """Keep tables by what the state service at ``address`` publishes, until cancelled; ``woken``: there is news.
 
-    Another service, or an error, means a new list. Where this Ray cannot do it, that is said, and tables are read each time.
+    Another service, or an error, means a new list. What breaks again before anything came is tried more and more seldom, up to
+    `AGAIN_MAX_S`, and said once. Where this Ray cannot do it, that is said, and tables are read each time.
     """
-    quiet = False
+    fails = 0
     while True:
         try:
             async with contextlib.aclosing(private.published(address, kept.run.space)) as news:
                 async for told in news:
                     if told.begins:
                         kept.follow()
-                        quiet = False
+                    else:  # even where nothing is published, an answer comes once a minute
+                        fails = 0
                     if told.hosts:
                         kept.hosts_changed()
                     of_run = [kept.changed(one) for one in told.actors]
@@ -163,12 +184,12 @@ async def follow(kept: Kept, address: str, woken: Callable[[], None]) -> None:
             )
             return
         except Exception as error:  # noqa: BLE001  # gRPC raises anything
-            if not quiet:
+            if not fails:
                 log.warning("the cluster publishes nothing any more; its tables are read", error=_words(error))
-            quiet = True
+            fails += 1
         finally:
             kept.lose()
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(min(AGAIN_MAX_S, AGAIN_S * 2.0 ** min(max(0, fails - 1), 10)))
 
 
 def _words(error: Exception) -> str:
