@@ -327,7 +327,7 @@ def _left_out(
 
 def more(parser: argparse.ArgumentParser) -> None:
     """Options beside the common ones."""
-    parser.add_argument("--part", choices=PARTS, help="only that part")
+    parser.add_argument("--part", choices=PARTS, help="only that part; written to the temporary folder")
 
 
 def main() -> int:
@@ -340,7 +340,9 @@ def main() -> int:
             judged(result, part, cases(part), same)
     if chosen.part in (None, TEACHING):
         left_out(result, cases(TEACHING), same)
-    return result.finish(Path(chosen.json) if chosen.json else None)
+    # The published result has all parts.
+    other = Path(tempfile.gettempdir(), f"corpus-{chosen.part}.json") if chosen.part else None
+    return result.finish(Path(chosen.json) if chosen.json else other)
 
 
 if __name__ == "__main__":

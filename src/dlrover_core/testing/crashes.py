@@ -165,7 +165,7 @@ class _Scene:
         heir = self._heir
         heir.state = _state_of(msgpack.unpackb(packed, use_list=False, strict_map_key=False))
         heir._base = packed
-        heir._sealed.clear()
+        heir._sealed, heir._sealed_records = [], 0
         assert heir.state == state, "the state does not survive being packed"
         if self.done.successors % STANDBY_EVERY == 0:
             assert pack(self._standby) == packed, "a standby that follows from a snapshot has come to another state"
@@ -196,7 +196,7 @@ class _Scene:
         )
         new.seq, new.at, new.token, new.job.calm_at = state.seq, state.at, state.token, state.job.calm_at
         assert new == state, "a new leader changes what is known"
-        heir._sealed.clear()
+        heir._sealed, heir._sealed_records = [], 0
 
     def _say_again(self, heir: Engine[JobState], at: int) -> None:
         """Whoever may have seen no answer asks again. The newest speaker says all that it said, the others their last word."""
