@@ -202,7 +202,7 @@ def keeper_that(monkeypatch: pytest.MonkeyPatch, start: Callable[[], Any]) -> Ma
     """A masters' keeper outside Ray, whose masters are started so."""
     keeper = MastersKeeper.__new__(MastersKeeper)
     keeper._plan, keeper._number, keeper._host = Plan(JOB, "r1", (), "t"), 0, ""
-    keeper._started, keeper._last = None, deque(maxlen=3)
+    keeper._part, keeper._started, keeper._last = None, None, deque(maxlen=3)
     keeper._released, keeper._idle = os.eventfd(0, os.EFD_CLOEXEC), threading.Event()
     monkeypatch.setattr(keeper, "_start", start)
     return keeper

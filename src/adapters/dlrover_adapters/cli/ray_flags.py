@@ -88,7 +88,9 @@ def named(options: Options) -> str | None:
 def check(options: Options) -> None:
     """Refuse a script that no node will have: that is not in its working directory, or not here. Raises `SpecError`."""
     file, script = _runtime_env(options), options.script
-    if script is None or options.module or options.no_python or not is_ray(options):
+    if not is_ray(options) or not hasattr(options, "module"):  # `dlrover master` has a job's file
+        return
+    if script is None or options.module or options.no_python:
         return
     from dlrover_backends.ray import settings
 
