@@ -46,6 +46,7 @@ WHOLE_S = 60.0
 AGAIN_S = 0.15
 NODES = 2
 SEGMENTS = ("dlrover", "psm_", "torch_", "sem.")
+SHARED = Path("/dev/shm")  # noqa: S108
 LOADER = ("--loader",)
 PROBE = re.compile("[a-z0-9_]{8}")
 
@@ -215,19 +216,26 @@ def _left(before: set[str]) -> set[str]:
     """Segments that are new since, and that no process uses: of the job none lives, and other tests' loaders have some, too."""
     new = _segments() - before
     if new:
-        used = "".join(_maps())
-        new = {one for one in new if one not in used}
+        used = set(_mapped())
+        new = {one for one in new if _inode(one) not in {None, *used}}
     return new
 
 
-def _maps() -> Iterator[str]:
+def _inode(segment: str) -> str | None:
+    with contextlib.suppress(OSError):  # it has gone
+        return str((SHARED / segment).stat().st_ino)
+    return None
+
+
+def _mapped() -> Iterator[str]:
+    """Inodes: a semaphore is made under another name."""
     for one in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it has ended
-            yield one.read_text()
+            yield from (line.split()[4] for line in one.read_text().splitlines() if str(SHARED) in line)
 
 
 def _segments() -> set[str]:
-    return {one.name for one in Path("/dev/shm").iterdir() if one.name.startswith(SEGMENTS)}  # noqa: S108
+    return {one.name for one in SHARED.iterdir() if one.name.startswith(SEGMENTS)}
 
 
 # ---- as a campaign
