@@ -238,3 +238,110 @@ def test_keepers_that_share_a_host_are_parted(store: Tables, monkeypatch: pytest
     masters.part(plan, 0, over)
     assert looks == [{"a"}] * 5 + [{"a", "b"}] * 4
     assert scheduler.made == [(1, "b")]
+
+
+class Looks:
+    """A keeper's turns. ``turns``: what happens before some of them, by their numbers; then it is over."""
+
+    def __init__(self, last: int, **turns: Any) -> None:
+        self._last, self._turns, self.number = last, turns, 0
+
+    def __call__(self, _: float) -> bool:
+        """As `MastersKeeper._is_released_within`."""
+        self.number += 1
+        self._turns.get(f"at_{self.number}", lambda: None)()
+        return self.number > self._last
+
+
+def test_a_keeper_that_was_lost_while_it_was_moved(store: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray does not let it be made again in time, or its mover dies in between: another turn makes it, and says so."""
+    plan = Plan(JOB, "r1", (), "t", keepers=2)
+    scheduler = scheduler_of(store, monkeypatch, ["b"])
+    monkeypatch.setattr(private, "draining", dict)
+    store.actors = [keeper(0, "a"), keeper(1, "a")]
+    scheduler.made, scheduler.faults = [(-1, ""), (-1, "")], ["before"] * 100_000
+    steady = iter(range(100_000))
+    monkeypatch.setattr(masters, "time", SimpleNamespace(monotonic=lambda: float(next(steady)), sleep=lambda _: None))
+    left: list[list[str]] = []
+
+    def as_before() -> None:
+        scheduler.faults.clear()
+        left.append([one.name for one in store.actors])
+
+    with structlog.testing.capture_logs() as logged:
+        masters.part(plan, 0, Looks(2))
+        as_before()
+        masters.part(plan, 0, Looks(3))  # the actor was started again, and remembers nothing
+    assert left == [[mastery.called(JOB, "r1", 0)]]
+    assert scheduler.made[2:] == [(1, "b")]
+    assert {one.name: one.host_id for one in store.actors} == {
+        mastery.called(JOB, "r1", 0): "a",
+        mastery.called(JOB, "r1", 1): "b",
+    }
+    assert [one["event"] for one in logged] == [
+        "masters' keepers may share a host, or be gone",
+        "masters' keepers were gone, and are made again",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("own", "keepers", "hosts", "made"),
+    [
+        (0, [keeper(0, "a"), keeper(2, "b")], "abc", {1: "c"}),
+        (2, [keeper(0, "a"), keeper(2, "b")], "abc", {}),
+        (2, [keeper(0, "", "RESTARTING"), keeper(2, "b")], "ab", {1: "a"}),
+        (0, [keeper(0, "a")], "a", {1: "a", 2: "a"}),
+        (0, [keeper(0, "a"), keeper(1, "b"), keeper(2, "c")], "abc", {}),
+        (0, [keeper(0, "a")], "", {}),
+    ],
+    ids=["to a free host", "the first one makes it", "which runs", "no other host", "none is gone", "no host stays"],
+)
+def test_who_makes_whom(own: int, keepers: list[Actor], hosts: str, made: dict[int, str]) -> None:
+    """Of the keepers that run, the first makes those that are gone."""
+    names = [mastery.called(JOB, "r1", one) for one in range(3)]
+    assert parting.gone(names[own], names, keepers, hosts) == {names[one]: host for one, host in made.items()}
+
+
+@pytest.mark.parametrize("why", ["it comes back", "the job is over", "the name is another run's", "the other makes it"])
+def test_a_keeper_that_is_not_made_again(store: Tables, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """One look says little: a keeper that is being moved is gone for seconds. And a job that is over has no keepers."""
+    scheduler = scheduler_of(store, monkeypatch, ["b"])
+    monkeypatch.setattr(private, "draining", dict)
+    own = 1 if why == "the other makes it" else 0
+    store.actors = [keeper(0, "a"), keeper(1, "b")]
+    lost = store.actors.pop() if own == 0 else None
+
+    def comes() -> None:
+        if lost is not None and why == "it comes back":
+            store.actors.append(lost)
+
+    if why == "the job is over":
+        private.put(mastery.key(JOB, mastery.end("r1")), b'{"status": 0}')
+    if why == "the name is another run's":
+        private.put(mastery.key(JOB, mastery.claimed(9)), b'{"run": "r2", "token": "t"}')
+    masters.part(Plan(JOB, "r1", (), "t", keepers=2 + own), own, Looks(6, at_2=comes))
+    assert not scheduler.made
+
+
+def test_keepers_that_are_well_are_looked_at_seldom(store: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster's table of actors is read after hosts have changed, while something is amiss, and now and then."""
+    scheduler_of(store, monkeypatch, [])
+    drained: dict[str, int] = {}
+    monkeypatch.setattr(private, "draining", lambda: drained)
+    store.actors = [keeper(0, "a"), keeper(1, "b")]
+    looks, read = Looks(parting.SELDOM + 12), list[int]()
+
+    def actors(_: str) -> list[Actor]:
+        read.append(looks.number)
+        return store.actors
+
+    monkeypatch.setattr(private, "actors", actors)
+    looks._turns = {
+        "at_4": lambda: drained.update(b=0),
+        "at_7": drained.clear,
+        "at_9": lambda: store.actors.__setitem__(1, keeper(1, "b", "RESTARTING")),
+        f"at_{parting.SELDOM + 10}": lambda: store.actors.__setitem__(1, keeper(1, "b")),
+    }
+    masters.part(Plan(JOB, "r1", (), "t", keepers=2), 0, looks)
+    later = parting.SELDOM + 7
+    assert read == [1, 4, 5, 6, 7, later, later + 1, later + 2, later + 3]

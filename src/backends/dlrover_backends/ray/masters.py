@@ -29,6 +29,8 @@ log = structlog.get_logger("dlrover.backend")
 
 LOOK_S, READY_S, GONE_S = 0.1, 60.0, 20.0
 YOUNG_S, ANSWER_S = 60.0, 1.0
+_GONE = ""
+"""The id of a keeper that is not there."""
 ASK_S = 2.0
 """So long a keeper has to end its masters itself, before it is killed."""
 SLIVER = 0.001
@@ -159,7 +161,7 @@ def keep(plan: Plan) -> dict[str, str]:
     hosts.sort(key=lambda one: (one in there.values(), one == own))
     if plan.driver:  # it can be seen to die on its own machine alone
         plan = replace(plan, pinned=f"node:{ray.util.get_node_ip_address()}")
-    names = [mastery.called(plan.job, plan.run, number) for number in range(plan.keepers)]
+    names = _names(plan)
     wanted = dict(zip((one for one in names if one not in there), itertools.cycle(hosts), strict=False))
     for number, name in enumerate(names):
         if name in wanted:
@@ -226,27 +228,64 @@ def _is_settled(plan: Plan, wanted: Mapping[str, str], moving: dict[str, str], *
 
 
 def part(plan: Plan, number: int, over: Callable[[float], bool]) -> None:
-    """As keeper ``number``, part keepers that have come to share a host. ``over``: wait so many seconds; is it over? Blocks."""
+    """As keeper ``number``, part keepers that have come to share a host, and make those again that are gone. Blocks.
+
+    ``over``: wait so many seconds; is it over?
+    """
     own, before = mastery.called(plan.job, plan.run, number), dict[str, str]()
+    well, left_out = frozenset[str](), 0
     while not over(parting.LOOK_S):
         try:
-            before = _part(plan, own, before)
+            hosts = _staying()
+            left_out += 1
+            if hosts == well and left_out < parting.SELDOM:
+                continue
+            well, left_out = frozenset(), 0
+            before, is_well = _part(plan, own, before, hosts)
+            well = hosts if is_well else well
         except Exception as error:  # noqa: BLE001  # Ray raises anything
-            log.warning("masters' keepers may share a host", error=f"{type(error).__name__}: {error}")
+            log.warning("masters' keepers may share a host, or be gone", error=f"{type(error).__name__}: {error}")
 
 
-def _part(plan: Plan, own: str, before: Mapping[str, str]) -> dict[str, str]:
-    """Move the keepers that are to be moved as they were before; the ids of those that are now. Raises whatever Ray does."""
+def _staying() -> frozenset[str]:
+    """The ids of the hosts that live and will stay. Raises whatever Ray does."""
     import ray
 
     drained = private.draining()
-    hosts = [one["NodeID"] for one in ray.nodes() if one["Alive"] and one["NodeID"] not in drained]
-    found = parting.moves(own, alive(plan.job, plan.run), hosts)
+    return frozenset(one["NodeID"] for one in ray.nodes() if one["Alive"] and one["NodeID"] not in drained)
+
+
+def _part(plan: Plan, own: str, before: Mapping[str, str], hosts: frozenset[str]) -> tuple[dict[str, str], bool]:
+    """Move the keepers that are to be moved as they were before, and make those that were gone before.
+
+    Returns the ids of those that are to be moved now, empty for those that are gone; and whether all are where they should be.
+    Raises whatever Ray does.
+    """
+    there, names = alive(plan.job, plan.run), _names(plan)
+    gone = parting.gone(own, names, there, hosts)
+    found = {} if len(there) < len(names) else parting.moves(own, there, hosts)
     wanted = {name: host for name, (key, host) in found.items() if before.get(name) == key}
     if wanted:
         settle(plan, wanted)
         log.warning("masters' keepers shared a host, and are parted", moved=sorted(wanted))
-    return {name: key for name, (key, _) in found.items()}
+    again = [name for name in gone if before.get(name) == _GONE]
+    if again and _is_wanted(plan):
+        for name in again:
+            _make(plan, names.index(name), gone[name])
+        log.warning("masters' keepers were gone, and are made again", made=again)
+    seen = {name: key for name, (key, _) in found.items()} | dict.fromkeys(gone, _GONE)
+    return seen, not seen and parting.is_well(names, there, hosts)
+
+
+def _names(plan: Plan) -> list[str]:
+    """What the keepers of a plan are called, by their numbers."""
+    return [mastery.called(plan.job, plan.run, number) for number in range(plan.keepers)]
+
+
+def _is_wanted(plan: Plan) -> bool:
+    """Is the job's name that of this run, which is not over? Its keepers end one after the other when it is."""
+    record = mastery.record_of(plan.job, _parts(plan.job))
+    return record is not None and record.run == plan.run and record.over is None
 
 
 def _is_of(plan: Plan) -> bool:
@@ -284,7 +323,7 @@ def _with_orders() -> type:
 def await_ready(plan: Plan) -> None:
     """Wait until all keepers of a plan work, or its run is over already. Raises `NotKept`."""
     deadline = time.monotonic() + READY_S
-    names = [mastery.called(plan.job, plan.run, number) for number in range(plan.keepers)]
+    names = _names(plan)
     while True:
         actors, found = _keepers(plan.job, plan.run), find(plan.job)
         if found is None or found.record.run != plan.run:
