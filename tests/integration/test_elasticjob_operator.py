@@ -240,7 +240,7 @@ async def test_the_status_goes_on_where_something_cannot_be_written(stand: Stand
     change = {"spec": {"replicaSpecs": {"worker": {"replicas": 5}}}}
     await stand.api.ask("PATCH", f"{BASE}/{NAME}", body=change)
     await stand.until(lambda: stand.condition("Reconciled")[0] == "False", "it is told")
-    assert "no right to patch configmaps in namespace train" in stand.condition("Reconciled")[1]
+    assert "no right to get configmaps in namespace train" in stand.condition("Reconciled")[1]
     body = {"status": {"conditions": [{"type": "Complete", "status": "True"}], "succeeded": 1}}
     await stand.api.ask("PATCH", f"/apis/batch/v1/namespaces/train/jobs/{NAME}-masters/status", body=body)
     await stand.until(lambda: stand.status().get("phase") == "Succeeded", "its end is told")

@@ -55,6 +55,7 @@ def test_the_words_of_a_master_that_was_started_ahead(monkeypatch: pytest.Monkey
     for (reading, writing), number in zip(pipes, map(int, numbers), strict=True):
         os.write(number, b"x")
         assert os.read(reading, 1) == b"x"
+        assert not os.get_inheritable(number)
         for one in (reading, writing, number):
             os.close(one)
 

@@ -132,7 +132,9 @@ def test_certificates_of_etcd_reach_the_masters() -> None:
     assert outcome(Observed(kept(), made, (), RUNNING), told).writes == ()
     renewed = told._replace(etcd="etcd://other", etcd_files={"etcd-ca.pem": "b"})
     first, second = outcome(Observed(kept(), made, (), RUNNING), renewed).writes
-    assert first == Patch("/api/v1/namespaces/ml/secrets/mnist-masters", {"data": {"etcd-ca.pem": "Yg=="}})
+    assert first == Patch(
+        "/api/v1/namespaces/ml/secrets/mnist-masters", {"data": {"etcd-ca.pem": "Yg=="}}, as_read=True
+    )
     assert isinstance(second, Patch)
     made["metadata"]["annotations"] |= second.body["metadata"]["annotations"]
     assert outcome(Observed(kept(), made, (), RUNNING), renewed).writes == ()
@@ -256,6 +258,20 @@ def test_who_asked_for_a_pause_is_known_before_the_masters_are_told() -> None:
     assert Patch(path_of(made), noted(None)) in writes, "a person's pause that comes later is that person's"
 
 
+def test_a_pause_that_is_taken_back_before_it_begins_is_ended_at_once() -> None:
+    """Until the masters say that nothing is planned, the note stays: the pause may have begun before they were asked."""
+    made = job_of(kept())
+    made["metadata"]["annotations"] |= noted("true")["metadata"]["annotations"]
+    back = kept(status={"phase": "Running", "operator": names.BY})
+    planned = RUNNING._replace(pausing=True)
+    found = outcome(Observed(back, made, (), planned))
+    assert commands(found) == [{"command": "resume"}]
+    assert len(found.writes) == 1, "the note stays"
+    assert commands(outcome(Observed(back, made, (), planned._replace(state="suspended")))) == [{"command": "resume"}]
+    assert outcome(Observed(back, made, (), RUNNING)).writes == (Patch(path_of(made), noted(None)),)
+    assert commands(outcome(Observed(back, job_of(kept()), (), planned))) == [], "a person's is that person's to end"
+
+
 def noted(value: str | None) -> dict[str, Any]:
     """What is merged into the masters' Job."""
     return {"metadata": {"annotations": {reconcile.NOTE_PAUSES: value}}}
@@ -287,6 +303,7 @@ def test_a_changed_template_is_for_nodes_to_come() -> None:
     assert isinstance(config, Patch)
     assert isinstance(mark, Patch)
     assert config.path.endswith("/configmaps/mnist-masters")
+    assert config.as_read
     assert "registry/mnist:2" in config.body["data"]["worker"]
     assert mark.path.endswith("/jobs/mnist-masters")
 

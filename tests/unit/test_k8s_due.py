@@ -15,7 +15,7 @@ from dlrover_backends.k8s.client import KubernetesBackend
 from dlrover_backends.k8s.endings import STRANDED_S
 from dlrover_backends.k8s.stuck import STUCK_S
 from dlrover_core import BackendContext
-from dlrover_core.runtime.backend import Changed
+from dlrover_core.runtime.backend import Changed, Listed
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.backend_stand import make_launch, watching
 
@@ -119,6 +119,31 @@ def test_what_has_changed_meanwhile_is_not_told_when_it_would_have_been_due(end:
         assert phases == [{"runs": "running", "gone": "gone"}[end]]
 
     told(story)
+
+
+def test_an_observation_begins_with_its_list() -> None:
+    """A pod that has come due between two of them was shown by the first: before its list the second one knows of none."""
+
+    async def whole() -> None:
+        on = Stage()
+        await on.backend.launch(NODE, 1)
+        async with watching(on.backend) as watch:
+            await asyncio.sleep(1)  # virtual
+            on.change(status=waiting(SLOW))
+            await watch.until(lambda _: any(isinstance(one, Changed) for one in watch.told))
+        await asyncio.sleep(2 * STUCK_S)  # virtual
+        ask = on.server.ask
+
+        async def late(*what: Any, **more: Any) -> Any:
+            await asyncio.sleep(1)  # virtual
+            return await ask(*what, **more)
+
+        on.server.ask = late  # type: ignore[method-assign]
+        async with watching(on.backend) as watch:
+            assert isinstance(watch.told[0], Listed)
+            assert [one.phase for one in watch.told[0].nodes] == ["failed"]
+
+    virtual_loop.run(whole(), limit_s=4 * STUCK_S)
 
 
 def test_the_first_of_several_is_not_waited_for_behind_the_last() -> None:

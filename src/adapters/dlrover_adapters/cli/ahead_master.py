@@ -154,7 +154,11 @@ def told(link: int, load: Sequence[str]) -> list[str]:
         with contextlib.suppress(ImportError):  # whoever needs it says so
             importlib.import_module(name)
     with socket.socket(fileno=link) as ours:
-        said, own, _, _ = socket.recv_fds(ours, WORDS_BYTES_MAX, len(Descriptors._fields), socket.MSG_CMSG_CLOEXEC)
+        said, own, _, _ = socket.recv_fds(ours, WORDS_BYTES_MAX, len(Descriptors._fields))
+    for one in own:
+        os.set_inheritable(
+            one, False
+        )  # flags of `recv_fds` are ignored; programs that a master starts need none of these
     if not said:
         return []
     words = json.loads(said)

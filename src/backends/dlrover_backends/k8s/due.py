@@ -52,7 +52,11 @@ class Dues:
     async def beside(
         self, loop: AsyncGenerator[Union[Snapshot, Change]]
     ) -> AsyncGenerator[Union[Snapshot, Change], None]:
-        """What a loop of lists and watches says, and a `Change` of each pod that is due. Raises what the loop raises."""
+        """What a loop of lists and watches says, and a `Change` of each pod that is due. Raises what the loop raises.
+
+        What an earlier one has shown is forgotten: its list comes first.
+        """
+        self._pods.clear()
         async with aclosing(queues.merged(loop, self._wake())) as seen:
             async for one in seen:
                 if isinstance(one, _Due):

@@ -60,8 +60,9 @@ def _alone() -> Parts:
         client.Configuration = importlib.import_module(f"{CLIENT}.configuration").Configuration
         return _imported()
     finally:
-        for name in [one for one in sys.modules if one.partition(".")[0] == NAME]:
-            del sys.modules[name]
+        # Other threads import, too: their modules come and go meanwhile.
+        for name in [one for one in list(sys.modules) if one.partition(".")[0] == NAME]:
+            sys.modules.pop(name, None)
 
 
 def _empty(spec: importlib.machinery.ModuleSpec | None) -> ModuleType:

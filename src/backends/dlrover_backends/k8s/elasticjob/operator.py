@@ -88,8 +88,11 @@ class Operator:
         self._jobs = dict[str, Cache]()
         self._masters = self._cache("batch/v1", "Job", OURS, self._heard_masters)
         self._pods = self._cache("v1", "Pod", OURS, self._heard)
-        # By uid: who works on the job; who waits for news of it; where its masters are; what they refused.
+        # By uid: who works on the job; when somebody does again, after a fault, and how often that was; who waits for news of it;
+        # where its masters are; what they refused.
         self._workers: dict[str, asyncio.Task[None]] = {}
+        self._rests: dict[str, asyncio.TimerHandle] = {}
+        self._falls: dict[str, BackOff] = {}
         self._news: dict[str, asyncio.Event] = {}
         self._at: dict[str, At] = {}
         self._refused: dict[str, Asked] = {}
@@ -123,6 +126,8 @@ class Operator:
             raise CoreError(refused.read(error).why) from error
         finally:
             self._ends = True
+            for rest in self._rests.values():
+                rest.cancel()
             tasks = [*running, *self._workers.values()]
             for one in tasks:
                 one.cancel()
@@ -169,9 +174,9 @@ class Operator:
     def _heard_job(self, job: Json) -> None:
         uid = str(job["metadata"]["uid"])
         self._news.setdefault(uid, asyncio.Event()).set()
-        if uid not in self._workers and self._job(uid) is not None:
+        if uid not in self._workers and uid not in self._rests and self._job(uid) is not None:
             self._workers[uid] = asyncio.ensure_future(self._work(uid))
-            self._workers[uid].add_done_callback(lambda _: self._forget(uid))
+            self._workers[uid].add_done_callback(lambda task: self._ended(uid, task))
 
     def _heard(self, thing: Json) -> None:
         uid = self._owner_of(thing)
@@ -192,13 +197,31 @@ class Operator:
     def _job(self, uid: str) -> Json | None:
         return next((one.objects[uid] for one in self._jobs.values() if uid in one.objects), None)
 
-    def _forget(self, uid: str) -> None:
+    def _ended(self, uid: str, task: asyncio.Task[None]) -> None:
+        """Nobody works on the job now. After a fault that is so for a while: what was wrong with it may be wrong again."""
         self._workers.pop(uid, None)
+        error = None if task.cancelled() else task.exception()
+        if error is None or self._ends:
+            self._forget(uid)
+            return
+        pause = self._falls.setdefault(uid, BackOff(random.random)).failed(self._now())
+        log.error(
+            "work on a job has ended by a fault, and begins again", job=uid, pause_s=round(pause, 1), exc_info=error
+        )
+        self._rests[uid] = asyncio.get_running_loop().call_later(pause, self._rested, uid)
+
+    def _rested(self, uid: str) -> None:
+        del self._rests[uid]
+        self._falls[uid].went_well(self._now())
+        self._forget(uid)
+
+    def _forget(self, uid: str) -> None:
+        """Begin again where the job is there, or forget all of it."""
         job = self._job(uid)
         if job is not None and not self._ends:  # it was gone, and is back: nobody else works on it
             self._heard_job(job)
         elif job is None:
-            for known in (self._news, self._at, self._refused, self._unheard):
+            for known in (self._news, self._at, self._refused, self._unheard, self._falls):
                 known.pop(uid, None)
             self._half_erased.discard(uid)
             self._owners = {made: one for made, one in self._owners.items() if one != uid}
@@ -339,7 +362,8 @@ class Operator:
                 await self._make(one, job)
             elif isinstance(one, Patch):
                 with contextlib.suppress(NotFound):
-                    await self._api.ask("PATCH", one.path, body=one.body)
+                    body = _in(await self._api.ask("GET", one.path), one.body) if one.as_read else one.body
+                    await self._api.ask("PATCH", one.path, body=body)
             elif isinstance(one, Remove):
                 await self._remove(one.path, job)
             elif isinstance(one, Erase):
@@ -358,11 +382,12 @@ class Operator:
         try:
             await self._api.ask("POST", path, body=body)
         except Conflict as error:
-            if await self._owned(f"{path}/{name}", job) is None:
+            found = await self._owned(f"{path}/{name}", job)
+            if found is None:
                 why = f"{body['kind']} {name} is there, and is not of this job: delete it, or rename the job"
                 raise refused.Taken(error.asked, error.status, why, reason=error.reason) from error
             if body["kind"] == "ConfigMap":  # of an attempt that ended half way, before the object was edited
-                await self._api.ask("PATCH", f"{path}/{name}", body={"data": body["data"]})
+                await self._api.ask("PATCH", f"{path}/{name}", body=_in(found, {"data": body["data"]}))
 
     async def _remove(self, path: str, job: Json) -> None:
         found = await self._mine(path, job)
@@ -458,6 +483,12 @@ class Operator:
 
     def _stamp(self) -> str:
         return datetime.fromtimestamp(self._wall(), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _in(found: Json, patch: Json) -> Json:
+    """The patch of this object, refused (`Conflict`) where it has changed since, or is another one."""
+    version = {key: found["metadata"][key] for key in ("uid", "resourceVersion")}
+    return {**patch, "metadata": {**(patch.get("metadata") or {}), **version}}
 
 
 def _elasticjob_of(thing: Json) -> str:

@@ -84,10 +84,15 @@ class Make(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """Merge this into the object at the path."""
+    """Merge this into the object at the path.
+
+    as_read: write it only into what was read just before: a patch of an operator that is dead may still be on its way, and is
+             refused once its successor's has been written
+    """
 
     path: str
     body: Json
+    as_read: bool = False
 
 
 class Remove(NamedTuple):
@@ -234,7 +239,7 @@ def _templates(made: Json, plan: masters.MasterPlan) -> Iterator[Write]:
     now = digest(plan.templates)
     if (made["metadata"].get("annotations") or {}).get(NOTE_TEMPLATES) != now:
         config = masters.config(plan)
-        yield Patch(path_of(config), {"data": config["data"]})
+        yield Patch(path_of(config), {"data": config["data"]}, as_read=True)
         yield Patch(path_of(made), {"metadata": {"annotations": {NOTE_TEMPLATES: now}}})
 
 
@@ -243,7 +248,7 @@ def _files(made: Json, plan: masters.MasterPlan) -> Iterator[Write]:
     before, now = (made["metadata"].get("annotations") or {}).get(NOTE_FILES), digest(plan.etcd_files)
     if before is not None and plan.etcd_files and before != now:
         data = {name: base64.b64encode(text.encode()).decode() for name, text in plan.etcd_files.items()}
-        yield Patch(path_of(masters.secret(plan)), {"data": data})
+        yield Patch(path_of(masters.secret(plan)), {"data": data}, as_read=True)
         yield Patch(path_of(made), {"metadata": {"annotations": {NOTE_FILES: now}}})
 
 
@@ -275,6 +280,9 @@ def _asked(seen: Observed, job: translate.Job) -> Iterator[Json]:
         if job.suspended and not told.pausing:
             yield {"command": "suspend", "keep_nodes": False, "lose": False, "reason": why}
             return
+        if told.pausing and not job.suspended and _paused(seen):  # once it has begun, all nodes are gone
+            yield {"command": "resume", "reason": why}
+            return
         for group in job.groups:
             now = told.groups.get(group.name)
             if now is not None and (now.nodes_min, now.nodes_max) != (group.nodes_min, group.nodes_max):
@@ -294,7 +302,8 @@ def _pauses(seen: Observed, job: translate.Job, asked: list[Ask]) -> Iterator[Wr
     """Note on the masters' Job, before they are told, that the object asks for the pause; and that it no longer does."""
     assert seen.masters is not None
     suspends = any(one.command["command"] == "suspend" for one in asked)
-    runs = seen.told is not None and seen.told.state == "running" and not job.suspended
+    told = seen.told
+    runs = told is not None and told.state == "running" and not told.pausing and not job.suspended
     if suspends != _paused(seen) and (suspends or runs):
         note = "true" if suspends else None
         yield Patch(path_of(seen.masters), {"metadata": {"annotations": {NOTE_PAUSES: note}}})
