@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from dlrover_backends.k8s import endings as k8s_endings
 from dlrover_backends.ray import keeper
 from dlrover_backends.ray.endings import ending, observation
 from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
+from dlrover_backends.shared import last_words
 from dlrover_core.diagnosis import signatures
 from dlrover_core.diagnosis.classify import USAGE_WORD, of_platform
 from dlrover_core.diagnosis.ladder import proven
@@ -125,6 +127,27 @@ def test_a_death_cause(cause: dict[str, object], phase: str, code: int, reason: 
     assert seen[:2] == (phase, code)
     assert seen[2].startswith(reason)
     assert len(seen[2].partition(PRINTED)[2] or seen[2]) <= 300
+
+
+def test_platforms_cut_last_words_alike() -> None:
+    """Of a long text its end counts; of the launcher's own words, which only exit status 2 shows, their beginning."""
+    long = "\n".join(map(str, range(200)))
+    for code, printed, told in (
+        (2, f"usage\n{USAGE_WORD}{long}", f"{USAGE_WORD}{long}".split("\n")[0]),
+        (3, f"{USAGE_WORD}{long}", "198 199"),
+        (2, long, "198 199"),
+        (2, " \n", ""),
+    ):
+        terminated = {"exitCode": code, "reason": "Error", "message": printed}
+        pod = {
+            "metadata": {"name": "n"},
+            "status": {"phase": "Failed", "containerStatuses": [{"name": "main", "state": {"terminated": terminated}}]},
+        }
+        seen = k8s_endings.observation(pod).reason
+        assert seen == ending(died("", f"Worker exits with an exit code {code}.{printed}"))[2]
+        words = seen.partition(PRINTED)[2]
+        assert len(words) == (last_words.CHARS_MAX if told else 0)
+        assert words.startswith(told) if told.startswith(USAGE_WORD) else words.endswith(told)
 
 
 def test_an_agents_last_words(tmp_path: Path) -> None:

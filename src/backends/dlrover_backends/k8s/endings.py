@@ -14,7 +14,8 @@ from typing import Any
 from dlrover_backends.k8s import names
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.pods import CONTAINER_NOTE
-from dlrover_core.runtime.backend import AVOIDED, DELETED, PRINTED, Observation
+from dlrover_backends.shared.last_words import exited
+from dlrover_core.runtime.backend import AVOIDED, DELETED, Observation
 
 ZONE = "topology.kubernetes.io/zone"
 TEXT_MAX = 300
@@ -156,13 +157,7 @@ def _ended(pod: Json, name: str, main: Json | None, wall_s: float | None) -> Obs
             detail = ": ".join(filter(None, (whose, str(detail or terminated.get("message") or ""))))
         told = _worded(reason, detail)
     else:  # the kubelet's message is then what the container left, or printed last
-        from dlrover_core.diagnosis.classify import EX_USAGE, USAGE_WORD
-
-        last = " ".join(str(detail or "").split())
-        ours = last.rfind(USAGE_WORD)  # the launcher's own words tell most where they begin
-        last = last[ours:][:TEXT_MAX] if code == EX_USAGE and ours >= 0 else last[-TEXT_MAX:]
-        told = f"exit code {code}{whose and f' of {whose}'}"
-        told = f"{told}{PRINTED}{last}" if last else told
+        told = exited(f"exit code {code}{whose and f' of {whose}'}", code, str(detail or ""))
     return Observation(
         name, "failed" if failed else "succeeded", -signal if signal else code, told, age_us=_age_us(terminated, wall_s)
     )

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
+from dlrover_backends.shared.last_words import exited
 from dlrover_backends.shared.process import told
-from dlrover_core.diagnosis.classify import EX_USAGE, USAGE_WORD
 from dlrover_core.job.nodes import STANDBY_SEAT
-from dlrover_core.runtime.backend import AVOIDED, PRINTED, Observation
+from dlrover_core.runtime.backend import AVOIDED, Observation
 
 TEXT_MAX = 300
 PLAN = re.compile(r"Worker exits with an exit code (-?\d+)\.?(.*)", re.DOTALL)
@@ -70,7 +70,10 @@ def _died(context: Mapping[str, Any]) -> tuple[str, int, str]:
     found = PLAN.search(message)
     if found is not None:
         code = int(found[1])
-        return "failed" if code else "succeeded", code, _exited(code, found[2])
+        phase = "failed" if code else "succeeded"
+        if 128 < code < 160:
+            return phase, code, told(-(code - 128))
+        return phase, code, exited(told(code), code, found[2])
     type_ = _EXIT_TYPE.search(message)
     if type_ is not None and type_[1] == OUT_OF_MEMORY:
         return "failed", 137, _worded(OUT_OF_MEMORY, _detail(message))
@@ -79,16 +82,6 @@ def _died(context: Mapping[str, Any]) -> tuple[str, int, str]:
     if word == "RAY_KILL":
         return "failed", -9, "RAY_KILL: somebody killed the actor by ray.kill"
     return "failed", -1, _worded(word, _detail(message))
-
-
-def _exited(code: int, words: str) -> str:
-    """An exit status in words, and what the agent printed last: of the launcher's own words where they begin."""
-    if 128 < code < 160:
-        return told(-(code - 128))
-    said = " ".join(words.split())
-    ours = said.rfind(USAGE_WORD) if code == EX_USAGE else -1
-    said = said[ours:][:TEXT_MAX] if ours >= 0 else said[-TEXT_MAX:]
-    return f"{told(code)}{PRINTED}{said}" if said else told(code)
 
 
 def _host_died(context: Mapping[str, Any], message: str) -> tuple[str, int, str]:
