@@ -58,7 +58,7 @@ pathlib.Path(sys.argv[2]).touch()
 """
 SMALL = "CPU=0.01"
 RUNS = itertools.count(1)
-STORY_S = 180.0
+STORY_S, STATES_S = 180.0, 30.0
 NIGHTLY = "test_a_node_from_its_launch_to_its_end"
 
 
@@ -182,31 +182,51 @@ def test_actors_that_do_not_end_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert removed == ["dlrover:j:r/"]
 
 
-@contextlib.asynccontextmanager
-async def published(ground: RayGround, run: Run) -> AsyncIterator[dict[str, list[str]]]:
-    """The states of the run's actors as the cluster publishes them meanwhile, by their names, each once."""
-    from dlrover_backends.ray import private
+class Published:
+    """The states of a run's actors as the cluster publishes them, by their names, each once."""
 
-    states: dict[str, list[str]] = {}
-    begun = asyncio.Event()
+    def __init__(self) -> None:
+        self.states: dict[str, list[str]] = {}
+        self.begun, self._news = asyncio.Event(), asyncio.Event()
 
-    async def heard() -> None:
-        async with contextlib.aclosing(private.published(ground.address, run.space)) as news:
+    async def hear(self, address: str, space: str) -> None:
+        """Until cancelled, or something fails."""
+        from dlrover_backends.ray import private
+
+        async with contextlib.aclosing(private.published(address, space)) as news:
             async for told in news:
-                begun.set()
+                self.begun.set()
                 for one in told.actors:
-                    known = states.setdefault(one.name, [])
+                    known = self.states.setdefault(one.name, [])
                     known += [] if one.state in known else [one.state]
+                self._news.set()
 
-    hearing = asyncio.ensure_future(heard())
+    async def come_to(self, wanted: dict[str, list[str]]) -> None:
+        """The desk hears them by itself, and may be told before us."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._until(wanted), STATES_S)
+        assert self.states == wanted
+
+    async def _until(self, wanted: dict[str, list[str]]) -> None:
+        while self.states != wanted:
+            self._news.clear()
+            await self._news.wait()
+
+
+@contextlib.asynccontextmanager
+async def published(ground: RayGround, run: Run) -> AsyncIterator[Published]:
+    """What the cluster publishes about a run meanwhile."""
+    found = Published()
+    hearing, begun = (asyncio.ensure_future(one) for one in (found.hear(ground.address, run.space), found.begun.wait()))
     try:
-        await asyncio.wait([hearing, asyncio.ensure_future(begun.wait())], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([hearing, begun], return_when=asyncio.FIRST_COMPLETED)
         assert not hearing.done(), hearing.exception()
-        yield states
+        yield found
         assert not hearing.done(), hearing.exception()
     finally:
         hearing.cancel()
-        await asyncio.gather(hearing, return_exceptions=True)
+        begun.cancel()
+        await asyncio.gather(hearing, begun, return_exceptions=True)
 
 
 def test_a_node_from_its_launch_to_its_end(ground: RayGround, tmp_path: Path) -> None:
@@ -221,7 +241,7 @@ def test_a_node_from_its_launch_to_its_end(ground: RayGround, tmp_path: Path) ->
         async with (
             running(here) as backend,
             watching(backend) as watch,
-            published(ground, Run(here.job, here.run)) as states,
+            published(ground, Run(here.job, here.run)) as told_of,
         ):
             assert not watch.nodes
             await asyncio.gather(*(backend.launch(one, 7) for one in (first, first, second)))
@@ -261,10 +281,8 @@ def test_a_node_from_its_launch_to_its_end(ground: RayGround, tmp_path: Path) ->
             await backend.delete(other.name, 8, 5.0)
             await backend.delete(second.name, 8, 0.0)
             assert set(await watch.gone(other.name, second.name)) == {first.name, wrong.name}
-            assert states == {
-                one.name: ["DEPENDENCIES_UNREADY", "PENDING_CREATION", "ALIVE", "DEAD"]
-                for one in (first, second, other, wrong)
-            }
+            states = ["DEPENDENCIES_UNREADY", "PENDING_CREATION", "ALIVE", "DEAD"]
+            await told_of.come_to({one.name: states for one in (first, second, other, wrong)})
             with pytest.raises(LaunchRefused) as refused:
                 await backend.launch(other, 8)
             assert refused.value.permanent
