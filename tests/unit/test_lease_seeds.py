@@ -65,7 +65,7 @@ def resumes_one_step_before() -> Any:
 def test_a_planted_bug_of_planned_changes_is_found(bug: Any) -> None:
     """By the seed of the test above."""
     planted: AbstractContextManager[Any] = bug()
-    with planted, pytest.raises(AssertionError):
+    with planted, pytest.raises(AssertionError, match="train samples again"):
         PlannedPlay(0).play().check()
 
 

@@ -15,6 +15,10 @@ TREE = {
     "src/dlrover_core/near.py": "from dlrover_core import deep",
     "src/dlrover_core/other.py": "import json",
     "src/adapters/dlrover_adapters/far.py": "def late():\n    from dlrover_core.near import name",
+    "src/adapters/dlrover_adapters/torch/__init__.py": "def late():\n    from .data.stream import Stream",
+    "src/adapters/dlrover_adapters/torch/data/stream.py": "from ..world import here\nfrom . import left",
+    "src/adapters/dlrover_adapters/torch/data/left.py": "",
+    "src/adapters/dlrover_adapters/torch/world.py": "",
     "docs/page.md": "words",
     "tests/unit/helper.py": "from dlrover_core.near import name",
     "tests/unit/test_a.py": "from dlrover_adapters.far import late",
@@ -22,6 +26,7 @@ TREE = {
     "tests/unit/test_c.py": "import helper",
     "tests/unit/test_d.py": "import dlrover_core.other",
     "tests/unit/test_e.py": "PAGE = 'docs/page.md'",
+    "tests/unit/test_g.py": "from dlrover_adapters.torch import Stream",
     "tests/unit/test_layout.py": "",
     "tests/chaos/test_f.py": "import dlrover_core.deep",
 }
@@ -48,6 +53,8 @@ def names(paths: list[str]) -> list[str]:
         (["src/adapters/dlrover_adapters/far.py"], "a"),
         (["tests/unit/helper.py"], "c"),
         (["tests/unit/test_d.py"], "d"),
+        (["src/adapters/dlrover_adapters/torch/data/left.py"], "g"),
+        (["src/adapters/dlrover_adapters/torch/world.py"], "g"),
         (["docs/page.md"], "e"),
         (["docs/page.md", "src/dlrover_core/other.py"], "ed"),
         (["src/dlrover_core/gone.py"], ""),
@@ -55,7 +62,7 @@ def names(paths: list[str]) -> list[str]:
     ],
 )
 def test_the_nearest_come_first(tree: Path, changed: list[str], expected: str) -> None:
-    """By imports, those in functions and those of helpers too; a page's tests by its name; rules over the tree always."""
+    """By imports, those in functions, relative ones and those of helpers too; a page's tests by its name; rules over the tree always."""
     tests, left_out = quick.chosen(changed, tree)
     assert (names(tests), left_out) == ([*expected, "layout"], 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,27 @@ def test_a_batch_of_which_nothing_is_left_is_an_error_that_says_what_to_do(monke
         SpecError, match="all 1 messages of a global batch of stream 'toy' are quarantined: give a larger"
     ):
         trained(ElasticStream(Two(), global_batch=1), 1)
+
+
+def test_a_message_of_which_parse_makes_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By partition and offset, past what is left out before it."""
+    left_out(monkeypatch, ("0", 1), ("1", 0))
+    data = ElasticStream(Two(), parse=lambda value: None if value == 102 else value, global_batch=8)
+    with pytest.raises(SpecError, match="parse: None for the message at offset 2 of partition 1 of stream 'toy'"):
+        trained(data, 1)
+
+
+def test_a_loader_process_that_is_spawned_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream reaches it pickled, with what is left out of the batches that are planned."""
+    left_out(monkeypatch, ("1", 3))
+    data = ElasticStream(Two(), global_batch=8)
+    trained(data, 1)
+    there = pickle.loads(pickle.dumps(data))
+    assert there.places == data.places
+    assert there.left.positions(0) == data.left.positions(0)
+    loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises(RuntimeError, match="SpecError: num_workers: stream 'toy' is read in the process that trains"):
+        next(iter(loader))
 
 
 def test_the_agent_knows_at_which_message_parse_has_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -115,11 +115,15 @@ class ElasticStream(ElasticDataset):
             poison=poison,
             quarantine_max=quarantine_max,
         )
-        self._stream_left = self.left = StreamLeft(self.name, self._order_of, lambda: self._book)
+        self._stream_left = self.left = StreamLeft(self.name, self._order_of, self._planned_now)
         self._noted = False
 
     def _never(self, index: int) -> Any:
         raise CoreError(f"message {index} of dataset {self.name!r} has no place of its own: iterate over the dataset")
+
+    def _planned_now(self) -> Book:
+        """A method, as a lambda could not be pickled, and a loader process that is spawned could not say what is wrong."""
+        return self._book
 
     # ---- the position
 
@@ -276,12 +280,13 @@ class ElasticStream(ElasticDataset):
                 found = [found[at - run.offset] for at in offsets]
             values += found if self._parse is None else self._parsed(run.partition, offsets, found)
         # `None in values` would compare samples, which arrays do element by element.
-        missing = next((at for at, one in enumerate(values, micro.start) if one is None), None)
+        missing = next((at for at, one in enumerate(values) if one is None), None)
         if missing is not None:
+            partition, offset = self.messages(batch, micro)[missing]
             raise SpecError(
                 "parse",
-                f"None for message {missing} of stream {self.name!r}: return the sample, or raise what is wrong with it; none is "
-                "left out in silence",
+                f"None for the message at offset {offset} of partition {partition} of stream {self.name!r}: return the sample, or "
+                "raise what is wrong with it; none is left out in silence",
             )
         return self._collate(values)
 
