@@ -62,7 +62,7 @@ def names(paths: list[str]) -> list[str]:
     ],
 )
 def test_the_nearest_come_first(tree: Path, changed: list[str], expected: str) -> None:
-    """By imports, those in functions, relative ones and those of helpers too; a page's tests by its name; rules over the tree always."""
+    """By imports, also relative ones, those in functions and of helpers; tests that name a page; rules over the tree always."""
     tests, left_out = quick.chosen(changed, tree)
     assert (names(tests), left_out) == ([*expected, "layout"], 0)
 

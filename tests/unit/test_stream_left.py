@@ -127,7 +127,7 @@ def test_a_loader_process_that_is_spawned_says_what_to_do(monkeypatch: pytest.Mo
     left_out(monkeypatch, ("1", 3))
     data = ElasticStream(Two(), global_batch=8)
     trained(data, 1)
-    there = pickle.loads(pickle.dumps(data))
+    there = pickle.loads(pickle.dumps(data))  # noqa: S301
     assert there.places == data.places
     assert there.left.positions(0) == data.left.positions(0)
     loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="spawn")

@@ -285,8 +285,8 @@ class ElasticStream(ElasticDataset):
             partition, offset = self.messages(batch, micro)[missing]
             raise SpecError(
                 "parse",
-                f"None for the message at offset {offset} of partition {partition} of stream {self.name!r}: return the sample, or "
-                "raise what is wrong with it; none is left out in silence",
+                f"None for the message at offset {offset} of partition {partition} of stream {self.name!r}: return the sample, "
+                "or raise what is wrong with it; none is left out in silence",
             )
         return self._collate(values)
 
