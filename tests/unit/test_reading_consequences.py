@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from test_reading import ERROR, answer, said
+
+from dlrover_core.diagnosis import reading, rows
+from dlrover_core.diagnosis.evidence import KERNEL, LOG, PLATFORM
+from dlrover_core.diagnosis.matching import matcher
+from dlrover_core.diagnosis.signatures import table, tomllib
 
 SUMMARY = """============================================================
 pretrain.py FAILED
@@ -204,6 +211,8 @@ def test_what_an_ending_interpreter_ignores_is_inside_no_wrapper() -> None:
     )
     build = "subprocess.CalledProcessError: Command '['/usr/bin/gcc', '/tmp/main.c', '-shared']' returned non-zero exit status 1."
     assert said(ERROR.format("", build) + ignored) == "compile.failed"
+    other = "Exception in thread Thread-7 (_monitor):\n" + ERROR.format("", "AssertionError: can only test a child")
+    assert said(ERROR.format("", build) + other) == "compile.failed"
 
 
 def test_a_launcher_s_host_is_no_host_that_went_past_a_failure() -> None:
@@ -214,3 +223,106 @@ def test_a_launcher_s_host_is_no_host_that_went_past_a_failure() -> None:
     found = answer(text + "pdsh@worker-0: worker-1: ssh exited with exit code 1\n")
     assert (found.judgement.signature, found.judgement.verdict) == ("cuda.driver", "USER")
     assert found.judgement.action not in ("isolate", "reset", "relaunch")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error",
+        "[PG 0 Rank 5] Observed flight recorder dump signal from another rank via TCPStore.",
+    ],
+)
+def test_words_of_peers_and_the_abort_of_another_rank(words: str) -> None:
+    """A rank that aborts by itself is the cause, though its peers' words on it come first; of a peer's own abort it is none."""
+    peer = f"[rank5]: {words}\n"
+    found = answer(peer + "srun: error: cn-7: task 3: Aborted (core dumped)\n")
+    assert (found.judgement.signature, found.rank) == ("exit.sigabrt", 3)
+    assert said(peer + "srun: error: cn-7: task 5: Aborted (core dumped)\n") != "exit.sigabrt"
+
+
+KILLED = "srun: error: cn-7: task 3: Killed\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "[rank3]: Gradients are inf, reducing loss scale to 32768",
+        "ERROR: Could not find a version that satisfies the requirement apex (from versions: none)",
+        "ERROR: No matching distribution found for apex",
+        "slurmstepd: pmixp_server: timeout set to 30",
+        "cxi0: 120 requests, 0 failed",
+    ],
+)
+def test_ordinary_words_before_a_kill(words: str) -> None:
+    """An overflow of mixed precision, a package that is done without and counters of a fabric end no rank."""
+    assert said(f"{words}\nusing what is there\n{KILLED}") == "exit.sigkill"
+    assert (
+        said(f"{words}\nusing what is there\nsrun: error: cn-7: task 3: Segmentation fault (core dumped)\n")
+        == "exit.sigsegv"
+    )
+
+
+def test_a_package_that_is_not_there_and_nothing_else() -> None:
+    """Where nothing else failed, the installer's word is the cause; the exit code of its script is its own."""
+    words = "ERROR: No matching distribution found for apex\n"
+    assert said(words) == "mistake.version"
+    assert said(words + "srun: error: cn-7: task 3: Exited with exit code 1\n") == "mistake.version"
+    assert said(words + "[rank3]: RuntimeError: CUDA error: uncorrectable ECC error encountered\n") == "cuda.ecc"
+
+
+def test_a_non_fatal_error_of_a_switch_before_a_gpu_s_memory_error() -> None:
+    """What the fabric manager has only noted outranks no uncorrectable error."""
+    noted = (
+        "nv-fabricmanager: detected NVSwitch non-fatal error 10003 on fid 0 on NVSwitch pci bus id 00000000:c1:00.0\n"
+    )
+    assert said(noted + "[rank3]: RuntimeError: CUDA error: uncorrectable ECC error encountered\n") == "cuda.ecc"
+
+
+def test_a_launcher_that_cannot_fork() -> None:
+    """Not every fatal word of a launcher is the user's mistake: a want of processes passes."""
+    found = answer("srun: fatal: can't fork: Resource temporarily unavailable\n").judgement
+    assert (found.signature, found.action) == ("processes.exhausted", "wait")
+
+
+def test_a_line_whose_words_stand_in_its_prefix_too() -> None:
+    """A short line of a message may be found in the time before it: the last place counts."""
+    site = "2025-02-11 08:30:01,{0} - ERROR - [trainer.py:88] "
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/w/train.py", line 7, in step',
+        "    x",
+        "ValueError: batch of",
+        "8",
+        "is not what was asked for",
+    ]
+    logged = [site.format(100 + at) + words for at, words in enumerate(lines)]
+    (found,) = reading.read([rows.Text("0.log", range(1, 7), logged)], matcher(table())).observations
+    assert found.text.endswith("ValueError: batch of\n8\nis not what was asked for")
+
+
+# Words that count however long a run lived on: those on the machine, and of the platform that takes it away.
+LASTING = {"cuda.nvlink", "tpu.maintenance"}
+LINES = tomllib.loads((Path(__file__).parent / "signature_lines.toml").read_text(encoding="utf-8"))
+DRASTIC = [
+    one
+    for one in table().by_id.values()
+    if one.action in ("fail", "relaunch", "isolate")
+    and one.patterns
+    and LOG in one.sources
+    and one.sources[0] not in (KERNEL, PLATFORM)
+]
+
+
+def test_what_was_survived_is_no_cause() -> None:
+    """Whatever asks for a job's end or a new node: a warning of it, many steps, and then a signal: the signal is told."""
+    assert len(DRASTIC) > 25
+    steps = "".join(f"step {number} | loss 2.1 | 1.8 s\n" for number in range(60))
+    ends = {"exit.sigkill": KILLED, "exit.sigsegv": "srun: error: cn-7: task 3: Segmentation fault (core dumped)\n"}
+    wrong = {}
+    for signature, line in ((its, line) for its in DRASTIC for line in LINES[its.id]["yes"]):
+        warned = f"2025-02-11 08:30:01,123 WARNING [rank 3] {line.removeprefix('ERROR: ')}\n"
+        for end, words in ends.items():
+            found = said(warned + steps + words)
+            if found != (signature.id if signature.id in LASTING else end):
+                wrong[line] = found
+    assert wrong == {}

@@ -52,7 +52,8 @@ ANEW = re.compile(
     r"|\S{1,200}:\d+: \w*Warning: |Killed$|Aborted\b|Segmentation fault\b|Bus error\b|\S{1,120}: line \d+: +\d+ "
     r"|\*\*\* |free\(\): |malloc\(\): |double free or|munmap_chunk\(\)|corrupted (?:size|double|unsorted)|pure virtual method)"
 )
-_IGNORED = re.compile(r"Exception ignored in|Error in atexit")
+# What ended no program: raised in a destructor, at its end, or in a thread that nobody waits for.
+IGNORED = re.compile(r"Exception ignored in|Error in atexit|Exception in thread (?:Thread|Pin)", re.IGNORECASE)
 # What launchers put around their own words.
 _RULED = re.compile(r"^(?:-{10,}|={10,}|\*{10,})$")
 # A step of a run, which goes on.
@@ -313,7 +314,7 @@ def _all(lines: Sequence[str], own: Mapping[int, str]) -> Iterator[list[list[Rai
                 continue
         near = after >= 0 and number - after <= 4
         # What is raised while an interpreter ends is no wrapper's content.
-        near = near and not any(_IGNORED.search(one) for one in lines[after + 1 : number + 1])
+        near = near and not any(IGNORED.search(one) for one in lines[after + 1 : number + 1])
         its = link or (INSIDE if holds and near else ALONE)
         read = _java(lines, number, its) if java is not None else _Knot(lines, number, its, own).read()
         parts, last = read

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from dlrover_core.diagnosis import clock, exceptions, launchers, vocabulary, who
 from dlrover_core.diagnosis.classify import DYING, plainly, words_of
-from dlrover_core.diagnosis.evidence import CASC, DATA, ERROR, EXIT, KERNEL, LOG, NET, PLAT, PLATFORM, SOFT, USER
+from dlrover_core.diagnosis.evidence import CASC, DATA, ERROR, EXIT, KERNEL, LOG, NET, PLAT, PLATFORM, RES, SOFT, USER
 from dlrover_core.diagnosis.exceptions import Chain
 from dlrover_core.diagnosis.found import EARLIER, ENDS, LIVED, WENT_ON, Found, Spot, believed, last_word, thinned
 from dlrover_core.diagnosis.matching import Hit, Matcher
@@ -50,7 +50,6 @@ _SHELL = re.compile(r"^\W*Terminated\W*$")
 # A remote worker's address, in what Ray says of its end.
 _ACTOR_AT = re.compile(r"\n\s*ip: (\d{1,3}(?:\.\d{1,3}){3})\b")
 _TASK_AT = re.compile(r"\bray::[^\n]{1,200}?\(pid=\d+, ip=(\d{1,3}(?:\.\d{1,3}){3})\b")
-_IGNORED = re.compile(r"Exception ignored in|Error in atexit|Exception in thread (?:Thread|Pin)", re.IGNORECASE)
 _HANDLED = re.compile(
     r"(?i)\b(?:retrying|will retry|skipping (?:this |the )?(?:batch|sample|step|image|file)|falling back|ignoring|recovered"
     r"|using default instead)\b|\bdlerror: |:\d+: \w*Warning: "
@@ -251,7 +250,7 @@ class _File:
             text = "\n".join(self.rows[index].body for index in kept)
             before = " ".join(self.rows[index].raw for index in range(max(0, rows[0] - 1), rows[0] + 1))
             doubted = ""
-            if _IGNORED.search(before):
+            if exceptions.IGNORED.search(before):
                 doubted = "raised while the interpreter ended, or in a thread that nobody waits for: a consequence"
             elif self.rows[rows[0]].level == "W" or self._went_on(chain.last, its, chain.links[-1].at):
                 doubted = WENT_ON
@@ -334,10 +333,12 @@ class _File:
                 or hit.signature.scope == "process"
                 or hit.signature.verdict == CASC
             )
+            # A want or a path that the program only warned of; words on the machine or the platform count whoever lived on.
+            warned = row.level in ("I", "W") and hit.signature.verdict in (NET, RES)
             doubted = ""
             if source == LOG and own and (row.level in ("I", "W") or _HANDLED.search(row.body)) and index < self._last:
                 doubted = "a warning, and the run went on"
-            elif source == LOG and own and self._went_on(index, row.who):
+            elif source == LOG and (own or warned) and self._went_on(index, row.who):
                 doubted = WENT_ON
             # Whoever waited for a place or an image has got it.
             waits = hit.signature.action == "wait" and hit.signature.verdict == PLAT
@@ -406,7 +407,7 @@ class _File:
 def _front(row: Row) -> str:
     """What stands before a line, figures apart: a time, a level, a writer or a call site of its own. Empty: nothing does."""
     raw, body = row.raw.rstrip(), row.body.rstrip()
-    at = raw.find(body) if body else -1  # in JSON and colours it is not the line's end
+    at = raw.rfind(body) if body else -1  # in JSON and colours it is not the line's end
     if at > 0:
         return _FIGURES.sub("0", raw[:at].strip()) or " "
     return f"{row.level} " if row.stamps or row.level or raw.strip() != body.strip() else ""

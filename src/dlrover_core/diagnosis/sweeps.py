@@ -47,10 +47,16 @@ _PASSED_ON = tuple(
         "RayTaskError",
     )
 )
-# A collective's own reports, after which its watchdog ends the process.
-_REPORTS = ("nccl.timeout", "nccl.aborted", "nccl.lagging", "nccl.remote")
+# A collective's own reports, after which the watchdog of the rank that writes them ends its process; and the one that all ranks'
+# watchdogs make at about the same time.
+_REPORTS = ("nccl.timeout", "nccl.aborted", "nccl.lagging")
+_TIMED_OUT = "nccl.timeout"
 # Launchers' words on what they did to a job, which no program said.
 STOPPED = ("mpi.abort", "slurm.sweep", "launcher.sweep")
+# A package's installer finds none. Scripts go on with what is there.
+_UNINSTALLED = re.compile(
+    r"\bNo matching distribution found\b|\bCould not find a version that satisfies\b", re.IGNORECASE
+)
 # An interpreter that finds its own threads at work when it ends.
 _FINISHING = re.compile(r"\bat interpreter shutdown\b|\binterpreter (?:is )?(?:finaliz|shutting)", re.IGNORECASE)
 
@@ -174,10 +180,28 @@ def _in_its_wake(case: Case) -> None:
     """What processes say and do that end because another part of the job has failed."""
     kinds = {one.signature for one in case.live}
     if "exit.sigabrt" in kinds and kinds.intersection(_REPORTS):
-        first = min(one.at for one in case.live if one.signature in _REPORTS)
+        reports = [one for one in case.live if one.signature in _REPORTS]
         case.drop(
-            lambda one: one.signature == "exit.sigabrt" and first <= one.at,
+            lambda one: (
+                one.signature == "exit.sigabrt"
+                and any(
+                    said.at <= one.at
+                    and (said.signature == _TIMED_OUT or -1 in (said.rank, one.rank) or said.rank == one.rank)
+                    for said in reports
+                )
+            ),
             "an echo: a collective's watchdog ends its process after its report",
+        )
+    if "mistake.version" in kinds:
+        others = [
+            one for one in case.live if one.verdict != CASC and not _SELF_ENDED.match(one.signature) and not _lacks(one)
+        ]
+        ended = max(
+            (one.at for one in others if case.action(one) != "obs" and one.signature != "exit.sigterm"), default=-1
+        )
+        case.drop(
+            lambda one: _lacks(one) and one.at < ended,
+            "lived through: whoever installs a package goes on to what else failed",
         )
     if "native.python" in kinds:
         case.drop(
@@ -186,6 +210,11 @@ def _in_its_wake(case: Case) -> None:
         )
     if _CANCELLED in kinds:
         case.drop(lambda one: one.signature == _CANCELLED, "a consequence: whatever cancelled it says why")
+
+
+def _lacks(one: Evidence) -> bool:
+    """Does an installer say that there is no such package?"""
+    return one.signature == "mistake.version" and _UNINSTALLED.search(one.text) is not None
 
 
 def _unanswered(case: Case) -> None:
