@@ -9,6 +9,7 @@ import pytest
 
 from dlrover_adapters.agent.checkpoints.ranks import Ranks
 from dlrover_adapters.agent.checkpoints.vault import Caller, Refused
+from dlrover_core.data.streams import ENDLESS
 from dlrover_core.job.shards import CURSOR, DATASETS_MAX, Datasets, Terms
 
 RANK, OTHER = Caller(1, 0, 0, 2), Caller(1, 1, 1, 2)
@@ -42,6 +43,20 @@ def test_another_one_of_a_name_is_refused_with_both_told() -> None:
         Refused, match=r"another rank here has it with 100 samples.*this one has 99 samples.*another name"
     ):
         here.dataset(site(), OTHER, TRAIN._replace(size=99))
+
+
+def test_a_name_that_a_partition_of_a_stream_has_is_refused() -> None:
+    """Whoever has the other one; a job whose log has both goes on."""
+    stream, within = TRAIN._replace(name="clicks", size=ENDLESS), TRAIN._replace(name="clicks/0")
+    for known, terms in ((stream, within), (within, stream)):
+        here = ranks()
+        here.dataset(site(), RANK, known)
+        for of_job, there in ((site(known), ranks()), (site(), here)):
+            with pytest.raises(
+                Refused, match=f"name: '{terms.name}', beside dataset '{known.name}': 'clicks/0' would be"
+            ):
+                there.dataset(of_job, OTHER, terms)
+    ranks().dataset(site(stream, within), RANK, within)
 
 
 def test_more_datasets_than_a_job_may_have_are_refused() -> None:

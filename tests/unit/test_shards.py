@@ -9,6 +9,7 @@ from drive import Drive
 
 from dlrover_core.data.cut import Place
 from dlrover_core.data.cut import pack as pack_cut
+from dlrover_core.data.streams import ENDLESS
 from dlrover_core.history.audit import Audit
 from dlrover_core.history.ledger import ledger_of
 from dlrover_core.history.words import say
@@ -81,6 +82,36 @@ def test_another_one_of_that_name_is_refused_with_both_told(running: Drive, othe
     assert told(running, A) == (TRAIN,)
     assert isinstance(register(running, name="other", **other), Accepted)
     assert [one.name for one in told(running, A)] == ["train", "other"]
+
+
+STREAM = {"name": "clicks", "size": ENDLESS, "order": "file"}
+
+
+@pytest.mark.parametrize("leased", [False, True])
+@pytest.mark.parametrize("stream_first", [True, False])
+def test_a_name_that_a_partition_of_a_stream_has_is_refused(
+    running: Drive, *, leased: bool, stream_first: bool
+) -> None:
+    """Quarantined samples and cuts are told by such names. Others go beside, and so do both orders of registration."""
+    other = {"name": "clicks/eval", **({"assignment": shards.LEASE, "epochs": 1} if leased else {})}
+    first, second = (STREAM, other) if stream_first else (other, STREAM)
+    assert isinstance(register(running, **first), Accepted)
+    refused = register(running, **second)
+    assert isinstance(refused, NotDone)
+    assert refused.reason.startswith(
+        f"name: {second['name']!r}, beside dataset {first['name']!r}: 'clicks/eval' would be taken"
+    )
+    assert refused.reason.endswith("give one of them a name so that none begins with 'clicks/'")
+    assert isinstance(register(running, **{**second, "name": "click"}), Accepted)
+    assert isinstance(register(running, **first), Accepted)
+
+
+def test_a_job_that_has_such_names_goes_on(running: Drive) -> None:
+    """As a log of an earlier version may: what is registered already is not refused when it is said again."""
+    register(running, name="clicks/eval")
+    running.state.shards.ledgers["worker"].datasets["clicks"] = Dataset(TRAIN._replace(**STREAM))
+    for terms in (STREAM, {"name": "clicks/eval"}):
+        assert register(running, **terms) == Accepted(0)
 
 
 def test_a_dataset_that_grew_is_recorded(running: Drive) -> None:

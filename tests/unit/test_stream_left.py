@@ -13,7 +13,7 @@ from drive import Drive
 torch = pytest.importorskip("torch")
 
 from dlrover_adapters.agent.slot import StepSlot  # noqa: E402
-from dlrover_adapters.torch import ElasticBatch, ElasticStream, steps  # noqa: E402
+from dlrover_adapters.torch import ElasticBatch, ElasticDataset, ElasticStream, steps  # noqa: E402
 from dlrover_adapters.torch.checkpoint.positions import DataSource  # noqa: E402
 from dlrover_core.data.cut import pack, unpack  # noqa: E402
 from dlrover_core.data.in_work import InWork  # noqa: E402
@@ -133,6 +133,16 @@ def test_a_loader_process_that_is_spawned_says_what_to_do(monkeypatch: pytest.Mo
     loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="spawn")
     with pytest.raises(RuntimeError, match="SpecError: num_workers: stream 'toy' is read in the process that trains"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("stream_first", [True, False])
+def test_a_dataset_that_is_called_as_a_partition_is(*, stream_first: bool) -> None:
+    """Its place would be taken for a partition's: refused before training, in either order."""
+    data = [ElasticStream(Two()), ElasticDataset("toy/eval", size=10, fetch=str)]
+    first, second = data if stream_first else reversed(data)
+    with pytest.raises(SpecError, match=r"name: .*'toy/eval' would be taken for a partition of stream 'toy'"):
+        DataSource({("a",): first, ("b",): second})
+    DataSource({("a",): data[0], ("b",): ElasticDataset("toys/eval", size=10, fetch=str)})
 
 
 def test_the_agent_knows_at_which_message_parse_has_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from dlrover_core.data.cut import same_source
 from dlrover_core.data.quota import DROP, KEEP
 from dlrover_core.data.ranges import POSITION_MAX
+from dlrover_core.data.streams import ENDLESS
 
 CURSOR, LEASE, MODEL_LEASE = "cursor", "lease", "lease-model"
 """By arithmetic; by leases, where acknowledgements count; by leases, where what a restored model was trained on counts."""
@@ -53,6 +55,20 @@ class Terms(NamedTuple):
             and self.same(other._replace(size=self.size, fingerprint=self.fingerprint))
             and (same_source(self.fingerprint, other.fingerprint))
         )
+
+    def clash(self, known: Iterable[Terms]) -> str:
+        """Why this dataset cannot be beside ``known`` ones by their names, and what to do; empty: it can.
+
+        In cuts, and of quarantined samples, the partitions of stream ``clicks`` are called ``clicks/0``, ``clicks/1`` and so on.
+        """
+        for other in known:
+            for stream, named in ((other, self), (self, other)):
+                if stream.size >= ENDLESS and named.name.startswith(f"{stream.name}/"):
+                    return (
+                        f"{self.name!r}, beside dataset {other.name!r}: {named.name!r} would be taken for a partition of stream "
+                        f"{stream.name!r}; give one of them a name so that none begins with {stream.name + '/'!r}"
+                    )
+        return ""
 
     def __str__(self) -> str:
         return f"{self.size} samples, seed {self.seed}, order {self.order!r}, fingerprint {self.fingerprint!r}"

@@ -33,6 +33,9 @@ def _register(state: JobState, command: RegisterDataset, now: int) -> Iterator[E
     terms = Terms(*command[2:])
     if terms.assignment in shards.LEASES:
         _bounded(terms)
+        slots.present(state, command.node)
+        if state.leases.find(command.node, terms.name) is None:
+            _own_name(state, state.set_of(command.node), terms)
         yield from leases.register(state, command.node, terms)
     else:
         yield from _register_cursor(state, command, terms)
@@ -49,6 +52,8 @@ def _register_cursor(state: JobState, command: RegisterDataset, terms: Terms) ->
     known = ledger.datasets.get(terms.name)
     if known is None and len(ledger.datasets) >= shards.DATASETS_MAX:
         raise Refused(f"{group} has {shards.DATASETS_MAX} datasets already: mix several into one")
+    if known is None:
+        _own_name(state, group, terms)
     if known is not None and not (known.terms.same(terms) or known.terms.grew_to(terms)):
         raise Refused(
             f"dataset {terms.name!r} is registered with {known.terms}; this one has {terms}: give it another name"
@@ -56,6 +61,13 @@ def _register_cursor(state: JobState, command: RegisterDataset, terms: Terms) ->
     terms = terms.completed(known.terms if known is not None else None)
     if known is None or known.terms != terms:
         yield DatasetRegistered(group, *terms)
+
+
+def _own_name(state: JobState, group: str, terms: Terms) -> None:
+    """Raises `Refused` where a new dataset is called as a partition of a stream of the set is, or the other way round."""
+    leased = (one.terms for each in state.sets.groups(group) for one in state.leases.of(each).values())
+    if why := terms.clash((*state.shards.of(group).known, *leased)):
+        raise Refused(f"name: {why}")
 
 
 def _bounded(terms: Terms) -> None:

@@ -89,6 +89,8 @@ class Ranks:
             grew = known is logged and known is not None and known.grew_to(terms)
             if known is not None and not (known.same(terms) or grew):
                 raise Refused(f"dataset {terms.name!r}: {who} with {known}; this one has {terms}: give it another name")
+        if logged is None and (why := terms.clash((*site.order.part(Datasets).known, *self._datasets.values()))):
+            raise Refused(f"name: {why}")
         names = {*self._datasets, *(one.name for one in site.order.part(Datasets).known)}
         if terms.name not in names and len(names) >= DATASETS_MAX:
             raise Refused(f"dataset {terms.name!r}: the job has {DATASETS_MAX} datasets already: mix several into one")

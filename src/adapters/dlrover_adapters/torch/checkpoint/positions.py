@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from dlrover_adapters.checkpoint.table import CUT
 from dlrover_core.data.cut import Cut, Place, cut_of, differences, pack, unpack
+from dlrover_core.data.terms import Terms
 from dlrover_core.errors import SpecError
 from dlrover_core.words import first_few
 
@@ -79,6 +80,7 @@ class DataSource:
 
     def __init__(self, given: Mapping[Path, Any], rank: int = 0) -> None:
         """Raises `SpecError` for what is no dataset of ours."""
+        _check_names(given.values())
         self.leased = LeasedData([one for each in given.values() if (one := getattr(each, "leased", None))], rank)
         self._own_root = name_of(path_of(rank))
         given = {path: one for path, one in given.items() if not getattr(one, "leased", None)}
@@ -212,6 +214,14 @@ class DataSource:
     def roots(self) -> tuple[str, ...]:
         """One for each kind of datasets that there is."""
         return (*([CUT] if self._datasets else []), *([self._own_root] if self.leased else []))
+
+
+def _check_names(given: Iterable[Any]) -> None:
+    """Raises `SpecError` where a dataset is called as a partition of a stream is."""
+    named = [Terms(*found) for one in given if isinstance(found := getattr(one, "terms", None), tuple)]
+    for at, one in enumerate(named):
+        if why := one.clash(named[:at]):
+            raise SpecError("name", why)
 
 
 def _forget_oldest(places: dict[int, Mapping[str, Place]], most: int) -> None:
