@@ -24,6 +24,7 @@ from dlrover_adapters.agent.checkpoints.saving import Saving, Unsaved
 from dlrover_adapters.agent.children import Child
 from dlrover_adapters.agent.nursery import Spare
 from dlrover_core.errors import LaunchFailed
+from dlrover_core.runtime.launcher import WorkerExit, WorkersGone
 
 # ---- the saver
 
@@ -208,6 +209,20 @@ def test_what_works_for_storage_moves(tmp_path: Path) -> None:
     assert orders.moved() != before
     over.set()
     thread.join()
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_script_that_has_ended_well_hastens_the_saver(code: int) -> None:
+    """Its end waits for storage, and nothing trains here; a script that failed is started again, and is not held up."""
+    done = list[str]()
+    duty = CheckpointDuty(SimpleNamespace(vault=None), token=b"", host="", bind="")  # type: ignore[arg-type]
+    saver = SimpleNamespace(hasten=lambda: done.append("hasten"))
+    duty._site = SimpleNamespace(saving=saver, look=lambda: None)  # type: ignore[assignment]
+    duty._storage = SimpleNamespace(try_anew=lambda: done.append("try"))  # type: ignore[assignment]
+    duty._rest = lambda: None  # type: ignore[method-assign]
+    duty.noticed(WorkerExit(3, 0, 0, code, asked=False, died_us=0))
+    duty.noticed(WorkersGone(3))
+    assert done == ([] if code else ["try", "hasten"])
 
 
 @pytest.mark.parametrize("outcome", ["", "succeeded"])

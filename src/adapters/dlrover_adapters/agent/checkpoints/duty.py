@@ -121,8 +121,10 @@ class CheckpointDuty:
                 self._failed.add(notice.generation)
             case WorkersGone(generation):
                 self._ended.append(generation)
-                if generation not in self._failed and self._storage is not None:
+                if generation not in self._failed and self._storage is not None and self._site is not None:
                     self._storage.try_anew()
+                    # On a busy disk what is patient waits for seconds before each access.
+                    self._site.saving.hasten()
                 self._wake.set()
 
     def greeting(self) -> Greeting:

@@ -7,9 +7,9 @@ What is waited for keeps the priority of training: a lost node's state on its wa
 but each thread on their way would wait for its turn: where training keeps all cores busy, a niced one gets a twentieth of a
 core, and the copies would fall further behind than the states that the other nodes still have.
 
-When a node is about to go, storage and whole copies are waited for as well. Then orders go to threads of usual priority, and
-`hasten` gives back what the kernel lets a thread have back: its turn at the disks, and its niceness to root and where RLIMIT_NICE
-allows it.
+When a script has ended well, or a node is about to go, storage and whole copies are waited for as well. Then orders go to
+threads of usual priority, and `hasten` gives back what the kernel lets a thread have back: its turn at the disks, and its
+niceness to root and where RLIMIT_NICE allows it.
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ class Saving:
             self._send({"op": "level", "generation": generation})
 
     def hasten(self) -> None:
-        """The node is about to go: what it has to store and to copy is waited for from now on. Idempotent."""
+        """The script has ended, or the node is about to go: storage and copies are waited for from now on. Idempotent."""
         if not self._hasty:
             self._hasty = True
             self._send({"op": "haste"})
