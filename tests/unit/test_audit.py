@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,15 @@ import pytest
 from drive import Drive
 from msgpack import packb
 
+from dlrover_adapters.cli import data
 from dlrover_adapters.cli.main import main
 from dlrover_core.data.cut import Place
 from dlrover_core.data.cut import pack as pack_cut
 from dlrover_core.data.ranges import Ranges
 from dlrover_core.data.streams import ENDLESS
-from dlrover_core.history import render, render_ledger, report_of
+from dlrover_core.history import leased, render, render_ledger, report_of
 from dlrover_core.history.audit import MISSING, TWICE, UNLIKE, Audit, Proof, proof_values
+from dlrover_core.history.leased import leased_of
 from dlrover_core.history.ledger import ledger_of
 from dlrover_core.history.report import report_values
 from dlrover_core.history.status import status_of
@@ -34,6 +38,7 @@ from dlrover_core.job.leases import HearLease
 from dlrover_core.job.lineage import Lineage
 from dlrover_core.job.shards import LEASE, RegisterDataset
 from dlrover_core.job.state import CODEC
+from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.log import Appended
 from dlrover_core.logs import open_log
 from dlrover_core.spec import GroupSpec
@@ -388,6 +393,47 @@ def test_the_command_follows_leases_with_rate_and_time_left(
     ]
     assert len(said) == 3
     assert said[2].startswith("worker: eval: 29 of 100 samples used")
+
+
+def leasing(told: Told) -> list[Record]:
+    """A dataset is leased, and used up in ten words within a second; then nothing more is recorded."""
+    told.do(RegisterDataset(A, 1, "eval", SIZE, 7, "shuffled", "", 1, 0, LEASE))
+    told.do(HearLease(A, "eval", 100, 1, 0, Ranges().pack(), 0, Ranges().pack(), 1))
+    for used in range(10, 101, 10):
+        told.now += 50_000
+        told.do(HearLease(A, "eval", 0, 1, 0, Ranges([(0, used)]).pack(), 0, Ranges().pack(), 1))
+    return list(told.records)
+
+
+def test_the_command_tells_the_last_change_of_a_job_gone_quiet(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without another record; meanwhile leases are not counted anew for every word."""
+    counted: list[int] = []
+    monkeypatch.setattr(data, "QUIET_S", 0.01)
+    monkeypatch.setattr(leased, "leased_of", lambda state: counted.append(state.at) or leased_of(state))
+    ended = False
+
+    async def records() -> AsyncIterator[Record]:
+        nonlocal ended
+        try:
+            for record in leasing(told):
+                yield record
+            await asyncio.Event().wait()
+        finally:
+            ended = True
+
+    async def last() -> tuple[int, ...]:
+        found: list[int] = []
+        following = records()
+        async with aclosing(data._changes(following)) as changes:  # type: ignore[type-var]
+            async for _, rows in changes:
+                found += [row.used for row in rows if isinstance(row, leased.LeasedRow)]
+                if found[-1:] == [100]:
+                    break
+        return tuple(found)
+
+    assert asyncio.run(asyncio.wait_for(last(), 60)) == (0, 100)
+    assert ended
+    assert len(counted) <= 4
 
 
 @pytest.mark.parametrize("words", [["digits", "more"], ["prove", "digits"]])

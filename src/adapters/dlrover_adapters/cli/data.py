@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from dlrover_adapters.cli import read
@@ -25,6 +27,8 @@ EXAMPLES = """\
 
 VERIFY = "verify"
 SECOND_US = 1_000_000
+QUIET_S = 1.0
+"""So long a change that was not told waits for the next record."""
 NO_DATA = (
     "has no data that we know of: let its script give FlashCheckpoint(data=...) an ElasticDataset, or lease samples"
 )
@@ -100,47 +104,93 @@ async def _follow(args: argparse.Namespace, source: read.Source) -> int:
     from dlrover_core.history.phrases import stamp
     from dlrover_core.history.plain import plain
 
-    async for state, rows in _changes(source.log.follow(source.job)):
-        for row in rows:
-            shown = leased.rows((row,)) if isinstance(row, leased.LeasedRow) else render_ledger.row([row])
-            said = next(shown)
-            line = read.as_line(plain(row)) if args.json else f"{stamp(state.at)}  {said}"
-            print(line, flush=True)
-        if state.job.over:
-            break
+    async with aclosing(_changes(source.log.follow(source.job))) as changes:  # type: ignore[type-var]  # a generator
+        async for state, rows in changes:
+            for row in rows:
+                shown = leased.rows((row,)) if isinstance(row, leased.LeasedRow) else render_ledger.row([row])
+                said = next(shown)
+                line = read.as_line(plain(row)) if args.json else f"{stamp(state.at)}  {said}"
+                print(line, flush=True)
+            if state.job.over:
+                break
     return OK
 
 
 async def _changes(records: AsyncIterator[Record]) -> AsyncIterator[tuple[JobState, list[DataRow | LeasedRow]]]:
-    """The state after a record, with the rows that have changed and are to be told now, until the job has ended.
+    """The state, with the rows that have changed and are to be told now, until the job has ended.
 
-    A leased dataset changes with every node's grants and acknowledgements, so it is told once a second at most, and at its end.
+    A leased dataset changes with every node's grants and acknowledgements, so these are looked at once a second at most, and at
+    the job's end. What changes within the second is told when it is over, whether another record comes or not.
     """
-    from dlrover_core.history.leased import LeasedRow, leased_of
-    from dlrover_core.history.ledger import ledger_of
     from dlrover_core.job import leases, shards
     from dlrover_core.job.state import FOLD
 
-    state, kinds, changed = FOLD.new(), {*shards.FACTS.evolve, *leases.FACTS.evolve}, False
-    told: dict[tuple[str, str], tuple[int, DataRow | LeasedRow]] = {}
-    async for record in records:
-        FOLD.apply(state, record)
-        changed = changed or type(record.event) in kinds
-        if not changed and not state.job.over:
-            continue
-        every: list[DataRow | LeasedRow] = [*ledger_of(state), *leased_of(state)]
-        now: list[DataRow | LeasedRow] = []
-        changed = False
-        for row in every:
-            at, before = told.get((row.group, row.dataset), (0, None))
-            early = at and isinstance(row, LeasedRow) and not row.finished and state.at - at < SECOND_US
-            if row != before and (state.job.over or not early):
-                now.append(row)
-                told[row.group, row.dataset] = state.at, row
-            else:
-                changed = changed or row != before
-        if now or state.job.over:
-            yield state, now
+    state, rows, coming = FOLD.new(), _Rows(), _Coming(records)
+    leased = False  # have leases changed since they were looked at?
+    try:
+        while True:
+            record = await coming.next(QUIET_S if leased else None)
+            if record is not None:
+                FOLD.apply(state, record)
+                leased = leased or type(record.event) in leases.FACTS.evolve
+            over = state.job.over
+            new = record is not None and isinstance(record.event, shards.DatasetRegistered)
+            with_leases = over or new or (leased and (record is None or state.at >= rows.due))
+            if with_leases or (record is not None and type(record.event) in shards.FACTS.evolve):
+                leased = leased and not with_leases
+                now = rows.changed(state, with_leases=with_leases)
+                if now or over:
+                    yield state, now
+    except StopAsyncIteration:
+        return
+    finally:
+        await coming.close()
+
+
+class _Coming:
+    """The records, one by one, or that none came in time."""
+
+    def __init__(self, records: AsyncIterator[Record]) -> None:
+        self._records = records
+        self._next: asyncio.Future[Record] | None = None
+
+    async def next(self, within_s: float | None) -> Record | None:
+        """The next record; None: there was none ``within_s`` seconds. Raises `StopAsyncIteration`."""
+        if within_s is None and self._next is None:
+            return await anext(self._records)
+        self._next = self._next or asyncio.ensure_future(anext(self._records))
+        await asyncio.wait({self._next}, timeout=within_s)
+        if not self._next.done():
+            return None
+        done, self._next = self._next, None
+        return done.result()
+
+    async def close(self) -> None:
+        """Wait for none any more."""
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.gather(self._next, return_exceptions=True)
+
+
+class _Rows:
+    """What was told of each dataset. ``due``: when changed leases are looked at again, microseconds."""
+
+    def __init__(self) -> None:
+        self.due = 0
+        self._told: dict[tuple[str, str], DataRow | LeasedRow] = {}
+
+    def changed(self, state: JobState, *, with_leases: bool) -> list[DataRow | LeasedRow]:
+        """The rows that are not as they were told, which they are now."""
+        from dlrover_core.history.leased import leased_of
+        from dlrover_core.history.ledger import ledger_of
+
+        every: list[DataRow | LeasedRow] = list(ledger_of(state))
+        if with_leases:
+            every += leased_of(state)
+            self.due = state.at + SECOND_US
+        now = [row for row in every if row != self._told.get((row.group, row.dataset))]
+        self._told.update({(row.group, row.dataset): row for row in now})
+        return now
 
 
 async def _verify(args: argparse.Namespace, source: read.Source) -> int:
