@@ -266,7 +266,9 @@ def test_a_package_that_is_not_there_and_nothing_else() -> None:
     """Where nothing else failed, the installer's word is the cause; the exit code of its script is its own."""
     words = "ERROR: No matching distribution found for apex\n"
     assert said(words) == "mistake.version"
-    assert said(words + "srun: error: cn-7: task 3: Exited with exit code 1\n") == "mistake.version"
+    gave_up = "srun: error: cn-7: task 3: Exited with exit code 1\n"
+    assert said(words + gave_up) == "mistake.version"
+    assert said(f"[rank3]: {words}{gave_up}srun: error: cn-8: task 5: Killed\n") == "mistake.version"
     assert said(words + "[rank3]: RuntimeError: CUDA error: uncorrectable ECC error encountered\n") == "cuda.ecc"
 
 
@@ -300,7 +302,8 @@ def test_a_line_whose_words_stand_in_its_prefix_too() -> None:
     assert found.text.endswith("ValueError: batch of\n8\nis not what was asked for")
 
 
-# Words that count however long a run lived on: those on the machine, and of the platform that takes it away.
+# Words that count however long a run lived on: those on the machine, and of the platform that takes it away. So do all that the
+# kernel or the platform says first (`DRASTIC` leaves them out): no program handles those.
 LASTING = {"cuda.nvlink", "tpu.maintenance"}
 LINES = tomllib.loads((Path(__file__).parent / "signature_lines.toml").read_text(encoding="utf-8"))
 DRASTIC = [

@@ -193,16 +193,7 @@ def _in_its_wake(case: Case) -> None:
             "an echo: a collective's watchdog ends its process after its report",
         )
     if "mistake.version" in kinds:
-        others = [
-            one for one in case.live if one.verdict != CASC and not _SELF_ENDED.match(one.signature) and not _lacks(one)
-        ]
-        ended = max(
-            (one.at for one in others if case.action(one) != "obs" and one.signature != "exit.sigterm"), default=-1
-        )
-        case.drop(
-            lambda one: _lacks(one) and one.at < ended,
-            "lived through: whoever installs a package goes on to what else failed",
-        )
+        _done_without(case)
     if "native.python" in kinds:
         case.drop(
             lambda one: one.signature == "native.python" and _FINISHING.search(one.text) is not None,
@@ -212,9 +203,25 @@ def _in_its_wake(case: Case) -> None:
         case.drop(lambda one: one.signature == _CANCELLED, "a consequence: whatever cancelled it says why")
 
 
-def _lacks(one: Evidence) -> bool:
-    """Does an installer say that there is no such package?"""
-    return one.signature == "mistake.version" and _UNINSTALLED.search(one.text) is not None
+def _done_without(case: Case) -> None:
+    """A package that was not found is no cause of what ended a rank later, unless a script gave up in between."""
+
+    def lacks(one: Evidence) -> bool:
+        return one.signature == "mistake.version" and _UNINSTALLED.search(one.text) is not None
+
+    gave_up = [one.at for one in case.seen if _SELF_ENDED.match(one.signature)]
+    ends = [
+        one.at
+        for one in case.live
+        if one.verdict != CASC
+        and one.signature != "exit.sigterm"
+        and case.action(one) != "obs"
+        and not (_SELF_ENDED.match(one.signature) or lacks(one))
+    ]
+    case.drop(
+        lambda one: lacks(one) and any(one.at < end and not any(one.at <= at <= end for at in gave_up) for end in ends),
+        "lived through: whoever installs a package goes on to what else failed",
+    )
 
 
 def _unanswered(case: Case) -> None:
