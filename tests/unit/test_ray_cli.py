@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_adapters.cli import backend_flags, ray_flags, ray_reach
+from dlrover_adapters.cli import backend_flags, ray_attached, ray_flags, ray_reach
 from dlrover_adapters.cli import main as dlrover
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.http import client as http_client
@@ -191,6 +192,46 @@ def test_words_of_other_jobs_are_not_printed(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "env").read_text() == "0"
     assert dlrover.main(["ray", "ls"]) == 0
     assert os.environ[settings.EVENTS] == "0"
+
+
+@pytest.mark.parametrize(("persistent", "late"), [(True, False), (False, False), (False, True)])
+def test_the_cluster_of_an_attached_job_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, persistent: bool, late: bool
+) -> None:
+    """The one that was joined, once the name is claimed there: at the start, or later where the cluster was away."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_attached, "KEEP_AFTER_S", 0.0)
+    backend = RayBackend(BackendContext("digits", "r", ("m:1",), "t", directory=str(tmp_path)))
+    orders: list[object] = []
+
+    def desk_joins() -> None:
+        (tmp_path / f"{client.SOCKET}.lock").write_text("10.0.0.7:6379")
+
+    async def call(_: RayBackend, *order: object) -> object:
+        orders.append(order[0])
+        if orders == ["claim"] and late:
+            raise ConnectionLost("away")
+        desk_joins()
+        return ("", persistent) if order[0] == "claim" else ("10.0.0.7:6379", {})
+
+    monkeypatch.setattr(RayBackend, "_call", call)
+    job: Any = SimpleNamespace(job=SimpleNamespace(job="digits"), masters=("m:1",), tls_cert="")
+
+    async def start() -> bool:
+        claimed = await ray_attached._claimed(backend, job)
+        if late:
+            assert "10.0.0.7" not in capsys.readouterr().err
+            await ray_attached._keep(backend, mastery.Plan("digits", "r", (), "t"), job)
+        return claimed
+
+    assert asyncio.run(start()) is not late
+    assert orders == (["claim", "claim", "send", "keep"] if late else ["claim"])
+    say = "dlrover-run: job digits: "
+    expected = [
+        f"{say}its nodes are actors of the Ray cluster at 10.0.0.7:6379",
+        *([] if persistent else [say + ray_attached.MEMORY]),
+    ]
+    assert capsys.readouterr().err.splitlines() == expected
 
 
 def test_what_cannot_be_removed_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

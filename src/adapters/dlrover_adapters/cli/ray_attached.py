@@ -83,8 +83,7 @@ async def outlived(options: Options, settings: Settings, token: str) -> AsyncIte
 async def _claimed(backend: RayBackend, settings: Settings) -> bool:
     """Is the job's name claimed? Raises `SpecError` where it is in use."""
     try:
-        if not await within(CLAIM_S, _claim(backend, settings)):
-            print(f"dlrover-run: job {settings.job.job}: {MEMORY}", file=sys.stderr)
+        await within(CLAIM_S, _claim(backend, settings))
     except SpecError:
         raise
     except Exception as error:  # noqa: BLE001  # a cluster that is away now is waited for, as by `apart`
@@ -93,8 +92,16 @@ async def _claimed(backend: RayBackend, settings: Settings) -> bool:
     return True
 
 
-async def _claim(backend: RayBackend, settings: Settings) -> bool:
-    return await backend.claim(settings.masters[0], encrypts=bool(settings.tls_cert))
+async def _claim(backend: RayBackend, settings: Settings) -> None:
+    """Claim the name, and say in which cluster that is: it may have been found on this host, or by a variable."""
+    persistent = await backend.claim(settings.masters[0], encrypts=bool(settings.tls_cert))
+    for words in (joined(backend.cluster), *(() if persistent else (MEMORY,))):
+        print(f"dlrover-run: job {settings.job.job}: {words}", file=sys.stderr)
+
+
+def joined(address: str) -> str:
+    """Where the job's nodes are, for people."""
+    return f"its nodes are actors of the Ray cluster at {address}"
 
 
 async def _keep(backend: RayBackend, plan: Plan, unclaimed: Settings | None) -> None:

@@ -62,7 +62,7 @@ def _make(options: Options, cluster: Any, here: BackendContext, told: Settings, 
         except masters.StillKept as left:
             print(f"{say}: {left}: dlrover ray rm {here.job}", file=sys.stderr)
         raise
-    for words in words_of(made, head, persistent=masters.persistent()):
+    for words in (ray_attached.joined(address), *words_of(made, head, persistent=masters.persistent())):
         print(f"{say}: {words}", file=sys.stderr)
     return 0
 

@@ -159,7 +159,12 @@ class RayBackend:
 
     async def away(self) -> str:
         """Why nobody listens where the cluster's state service was; empty: somebody does, or it is not known where."""
-        return await self._silence(_desk_cluster(self._path()) or settings.address_of(self._told.address))
+        return await self._silence(self.cluster)
+
+    @property
+    def cluster(self) -> str:
+        """The cluster's HOST:PORT: that of the newest desk, else what is said; empty: it is found by Ray, and not joined yet."""
+        return _desk_cluster(self._path()) or settings.address_of(self._told.address)
 
     async def _silence(self, address: str) -> str:
         why = await asyncio.to_thread(faults.silence, address, AWAY_S)
