@@ -23,7 +23,12 @@ from dlrover_core.job.checkpoints import (
     ReportStorage,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.slow_loop(
+        reason="the main thread executes savers, as they die with it: under load that counts 60 to 110 ms"
+    ),
+]
 
 
 def mode(path: str) -> int:

@@ -19,7 +19,12 @@ from dlrover_core.job.checkpoints import (
     ReportStorage,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.slow_loop(
+        reason="the main thread executes savers, as they die with it: under load that counts 60 to 110 ms"
+    ),
+]
 
 SAVES_WHEN_TOLD = """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])

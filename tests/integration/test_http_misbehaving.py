@@ -7,11 +7,14 @@ import base64
 import hashlib
 import struct
 import sys
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from http_ends import LIMITS, TOKEN, Master, dialer, ended, raw, run, upgraded
 from structlog.testing import capture_logs
 
+from dlrover_adapters.http import HttpConnection, HttpLimits
 from dlrover_core.errors import ConnectionLost
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
 
@@ -242,6 +245,23 @@ def test_killed_agent(busy: bool) -> None:
             assert again.value.ended
             await process.wait()
             await connection.close()
+
+    run(story)
+
+
+@pytest.mark.parametrize(("cause", "ended"), [(ConnectionResetError(), True), (OSError(110, "timed out"), False)])
+def test_who_waits_for_a_peer_to_read_is_told_who_ended_it(cause: OSError, ended: bool) -> None:
+    """The transport (aiohttp) tells it as the cause of a plain `ConnectionError`."""
+
+    async def send_bytes(_: bytes) -> None:
+        raise ConnectionError("Connection lost") from cause
+
+    async def story() -> None:
+        socket_ = SimpleNamespace(send_bytes=send_bytes, close_code=None, exception=lambda: None)
+        connection = HttpConnection(cast("Any", socket_), "peer", HttpLimits(), cast("Any", None))
+        with pytest.raises(ConnectionLost) as lost:
+            await connection.send(b"x")
+        assert lost.value.ended is ended
 
     run(story)
 

@@ -93,7 +93,7 @@ class HttpConnection:
         except (OSError, RuntimeError) as error:
             # While a goodbye is being answered, sending fails too; then there is a code.
             said = self._ws.close_code not in (None, WSCloseCode.ABNORMAL_CLOSURE)
-            raise self._lost(str(error), ended=isinstance(error, _ENDED) and not said) from error
+            raise self._lost(str(error), ended=_is_end(error) and not said) from error
         finally:
             self._unsent_bytes -= len(frame)
             self._progress_at = self._loop.time()
@@ -129,7 +129,7 @@ class HttpConnection:
             self._break("it sent text; frames are binary")
         elif isinstance(message.data, WebSocketError):
             self._break(f"it sent what is no frame of ours, of at most {FRAME_BYTES_MAX} bytes: {message.data}")
-        ended = message.type is WSMsgType.CLOSED or isinstance(message.data, _ENDED)
+        ended = message.type is WSMsgType.CLOSED or _is_end(message.data)
         raise self._lost(_ending(message), ended=ended)
 
     async def close(self) -> None:
@@ -194,6 +194,11 @@ class HttpConnection:
             # A ping without an answer leaves its time-out behind, and is our own doing.
             self._ended = ended and not isinstance(self._ws.exception(), asyncio.TimeoutError)
         return ConnectionLost(f"connection to {self.peer}: {self._why}", ended=self._ended)
+
+
+def _is_end(error: object) -> bool:
+    """Did the peer's kernel end it? Who waited for the peer to read is told so as the cause of a plain `ConnectionError`."""
+    return isinstance(error, _ENDED) or isinstance(getattr(error, "__cause__", None), _ENDED)
 
 
 def _ending(message: WSMessage) -> str:
