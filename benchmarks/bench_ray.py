@@ -374,7 +374,7 @@ def memory_mib(pid: int | str = "self") -> float:
 
 
 def serving(folder: str) -> int:
-    """The desk's process: whoever listens there, since a desk that has died is followed by another one. Raises `OSError`."""
+    """The process id of the desk that listens in ``folder`` now: one that died was replaced. Raises `OSError` if none does."""
     with socket.socket(socket.AF_UNIX) as asking_it, wire.short(Path(folder, SOCKET)) as name:
         asking_it.connect(name)
         told = asking_it.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

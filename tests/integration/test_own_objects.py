@@ -95,7 +95,8 @@ def test_each_rank_gets_its_own_back(tmp_path: Path) -> None:
         after_node = restores(job, tmp_path, 2)
         own(after_node)
         assert {one["tier"] for one in after_node} == {"memory", "peer"}
-        assert after_node[0]["restored"] > step  # copies went on; how far behind they are depends on the machine
+        # Copies on the other node went on after the first restart. How far they are behind depends on the machine.
+        assert after_node[0]["restored"] > step
         place = Place(str(url))
         newest = after_node[0]["restored"]
         eventually(
@@ -104,7 +105,7 @@ def test_each_rank_gets_its_own_back(tmp_path: Path) -> None:
         )
         job.process.kill()
         job.process.wait()
-    # What the launcher's death has cut off is no checkpoint, and says so.
+    # The killed launcher may leave a checkpoint half written; such a one is not COMPLETE.
     assert all(verify(place, one.step).fine for one in steps(place) if one.state == COMPLETE)
     with run(tmp_path, url, EVERY, EVERY, 0, "second", SLOWER_S) as job:
         from_storage = restores(job, tmp_path, 3)
@@ -119,9 +120,10 @@ def test_each_rank_gets_its_own_back(tmp_path: Path) -> None:
         (tmp_path / "finish").touch()
         assert job.ended() == 0
     ended = told(tmp_path, 0)[-1]["ended"]
-    # A busy disk leaves out some of those that were due; what is there is whole.
-    stored = [one.step for one in steps(place) if one.state == COMPLETE and one.step > began]
-    assert stored, told(tmp_path, 0)[-1]
+    # While storage writes, a newer state that is due takes the place of one that waits. The newest of all is written at the end.
+    due = [step for step in range(began, ended + 1) if step % EVERY == 0]
+    stored = [one.step for one in steps(place) if one.state == COMPLETE and one.step >= began]
+    assert max(stored, default=-1) >= max(due), told(tmp_path, 0)[-1]
     assert all(verify(place, step).fine for step in stored)
     control = tmp_path / "control"
     control.mkdir()
