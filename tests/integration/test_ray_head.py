@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
 from running import SCRIPTS, Job, eventually
-from tests.integration.ray_grounds import RayGround, keeper_of, processes_of, ray_ground
+from tests.integration.ray_grounds import RayGround, desk_of, keeper_of, processes_of, ray_ground
 
 pytestmark = [
     pytest.mark.xdist_group("ray"),
@@ -23,6 +24,8 @@ pytestmark = [
 ON_DISK = (2, 60)
 """The first Ray whose state service may keep its state in files."""
 AWAY_S = 20.0
+DESK_SHARE = 0.2
+"""Of a core. Threads that ask without a pause take as much as they get; the desk's own questions, some hundredths."""
 QUICK = ("--bind", "127.0.0.1", "--set", "stop_grace_s=5", "--nnodes", "2")
 
 
@@ -49,7 +52,11 @@ def test_the_state_service_is_away(ground: RayGround, tmp_path: Path) -> None:
         away = time.monotonic()
         os.kill(int(job.told(1)[-1][1]), signal.SIGKILL)
         job.trains(2, beyond=3)
+        desk = psutil.Process(desk_of(tmp_path))
+        began, used = time.monotonic(), sum(desk.cpu_times()[:2])
         eventually(lambda: time.monotonic() - away > AWAY_S, "the outage's end")
+        share = (sum(desk.cpu_times()[:2]) - used) / (time.monotonic() - began)
+        assert share < DESK_SHARE, "Ray's threads ask without a pause"
         step = job.trains(2)["step"]
         ground.order("state", **{"is": "back"})
         job.trains(2, beyond=step)

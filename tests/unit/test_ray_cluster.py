@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,3 +163,43 @@ def test_a_part_that_this_ray_lacks(part: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delattr(utils if part == "read_ray_address" else _raylet, part)
     with pytest.raises(RuntimeError, match=rf"has no ray\._\w+(\.utils)?\.{part}$"):
         Cluster(RUN).connect("")
+
+
+def test_a_driver_waits_for_a_state_service_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's threads ask again at once where nobody answers: each such question waits, a good one and the driver's end do not."""
+    answers: list[Any] = [{"lines": ["a"]}, {"pid": None, "lines": []}, None, (b"key", {"job_id": None}), (None, None)]
+
+    class Subscriber:
+        def poll(self, timeout: float | None = None) -> Any:
+            return answers.pop(0)
+
+    class Stopped:
+        def __init__(self) -> None:
+            self.waits: list[int] = []
+
+        def wait(self, timeout: float) -> None:
+            assert timeout > 0
+            self.waits.append(len(answers))
+
+    stopped = Stopped()
+    monkeypatch.setattr("ray._private.worker.global_worker.threads_stopped", stopped)
+    monkeypatch.setattr("ray._raylet.GcsLogSubscriber", Subscriber)
+    monkeypatch.setattr("ray._raylet.GcsErrorSubscriber", Subscriber)
+    from ray import _raylet
+
+    made: list[Any] = []
+    monkeypatch.setattr(private, "authenticate", lambda _: None)
+    monkeypatch.setattr(
+        "ray.init",
+        lambda **_: made.extend([_raylet.GcsLogSubscriber(), _raylet.GcsErrorSubscriber()]),  # type: ignore[attr-defined]  # compiled
+    )
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address="h:1"))
+    Cluster(RUN).connect("h:1")
+    logs, errors = made
+    assert logs.poll() == {"lines": ["a"]}
+    assert logs.poll() == {"pid": None, "lines": []}
+    assert logs.poll() is None
+    assert errors.poll(timeout=1.0) == (b"key", {"job_id": None})
+    assert errors.poll() == (None, None)
+    assert stopped.waits == [3, 2, 0]
+    assert _raylet.GcsLogSubscriber is Subscriber, "Ray's own class is as it was"  # type: ignore[attr-defined]  # compiled

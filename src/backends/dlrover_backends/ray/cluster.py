@@ -112,12 +112,13 @@ class Cluster:
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
         )  # said anew by the release; silences its warning
         private.authenticate(settings.address_of(address))
-        ray.init(
-            address=address or "auto",
-            namespace=self.run.space,
-            log_to_driver=True,
-            logging_level=logging.ERROR,
-        )
+        with private.patient():
+            ray.init(
+                address=address or "auto",
+                namespace=self.run.space,
+                log_to_driver=True,
+                logging_level=logging.ERROR,
+            )
         self.address = ray.get_runtime_context().gcs_address
 
     # ---- what is there

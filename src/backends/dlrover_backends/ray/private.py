@@ -5,9 +5,11 @@ Tried with Ray 2.60. Where one of these is missing, `missing` says so before any
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from dlrover_backends.ray.records import Actor
@@ -15,6 +17,8 @@ from dlrover_backends.ray.records import Actor
 _SPACE = "dlrover"
 """The namespace of our keys in the cluster's key-value store."""
 _POLL_S, _CALL_S = 60.0, 10.0
+_PAUSE_S = 0.5
+"""A driver's threads ask a state service that is away so often."""
 _FORGOTTEN_S = 240.0
 """The state service forgets a subscriber that has not asked for 300 s, and says nothing when it asks again."""
 
@@ -58,6 +62,42 @@ def authenticate(address: str) -> None:
     except Exception as error:
         if type(error).__name__ == "AuthenticationError":
             raise
+
+
+_SUBSCRIBERS = ("GcsLogSubscriber", "GcsErrorSubscriber")
+
+
+@contextlib.contextmanager
+def patient() -> Iterator[None]:
+    """A driver that connects in here waits for a state service that is away; Ray's own would keep a core busy.
+
+    Two threads of a driver ask the service for what workers print and for errors. While it is away each question fails at once,
+    and the threads ask the next one at once.
+    """
+    from ray import _raylet
+    from ray._private import worker
+
+    with contextlib.ExitStack() as undo:
+        for name in filter(lambda one: hasattr(_raylet, one), _SUBSCRIBERS):
+            own = getattr(_raylet, name)
+            setattr(_raylet, name, waiting(own, worker.global_worker.threads_stopped))
+            undo.callback(setattr, _raylet, name, own)
+        yield
+
+
+def waiting(subscriber: type[Any], stopped: threading.Event) -> type[Any]:
+    """The same subscriber, which waits for a moment where it was told nothing; not longer than until ``stopped``."""
+
+    class Waiting(subscriber):  # type: ignore[misc]  # a class of Ray's, compiled
+        def poll(self, timeout: float | None = None) -> Any:
+            told = super().poll(timeout)
+            # One answers with a page of lines, the other with a key and what is told of it. Both are empty where nobody answers.
+            page = told[-1] if isinstance(told, tuple) else (told or {}).get("lines")
+            if not page:
+                stopped.wait(_PAUSE_S)
+            return told
+
+    return Waiting
 
 
 def actors(prefix: str) -> list[Actor]:
