@@ -33,6 +33,8 @@ from typing import Any, NamedTuple
 
 from tools.trials import Found, Patience, Trials
 
+from dlrover_backends.ray.endings import NOT_STARTED
+
 SCRIPTS = Path(__file__).resolve().parent.parent / "tests" / "integration" / "scripts"
 if str(SCRIPTS) not in sys.path:
     sys.path.insert(0, str(SCRIPTS))
@@ -195,9 +197,10 @@ class Trial:
         events = self._job.events()
         assert any(one["event"] == "JobSucceeded" for one in events), events[-1]
         planned = sum(one["event"] == "NodePlanned" for one in events)
-        assert planned <= self._plan.launches_max, (
-            f"{planned} nodes were launched, of at most {self._plan.launches_max}"
-        )
+        # Ray loses an actor that is being made while its state service dies.
+        lost = sum(one["fields"].get("reason", "").startswith(NOT_STARTED) for one in events)
+        most = self._plan.launches_max + lost
+        assert planned <= most, f"{planned} nodes were launched, of at most {most}"
         for rank in range(NODES):
             wrong = flaws(links(self._folder, rank), rank)
             assert not wrong, f"rank {rank}: {wrong[:3]}"

@@ -111,6 +111,17 @@ def test_an_actor_that_ray_forgot_is_killed(slow: bool, monkeypatch: pytest.Monk
         assert killed == ["forgotten", "bare"], "the place of one stands, and that of the other is gone"
         lookout._tidy(seen._replace(actors={"forgotten": actors["forgotten"]._replace(state="ALIVE")}), set())
         assert "id-forgotten" not in lookout._unplaced
+        dead = {"reason": "RAY_KILL", "error_message": "The actor is dead because it was killed by `ray.kill`."}
+        ends = {
+            name: actors[name]._replace(state="DEAD", cause={"actor_died_error_context": dead})
+            for name in ("forgotten", "placed")
+        }
+        cluster.look, cluster.deletions = lambda *, anew: Snapshot(ends, {}, {}), SimpleNamespace(names=set[str])
+        await lookout.look()
+        with lookout.told(cast(Any, None)) as nodes:
+            reasons = {one.name: one.reason for one in nodes}
+        assert reasons["forgotten"].startswith("NOT_STARTED: Ray did not start the actor within 0 s")
+        assert reasons["placed"].startswith("RAY_KILL: somebody"), "this desk has not killed that one"
 
     asyncio.run(told())
 

@@ -25,6 +25,8 @@ _ERROR_LINE = re.compile(r"^(?:[\w.]+)?(?:Error|Exception)\b")
 PREEMPTED = "AUTOSCALER_DRAIN_PREEMPTED"
 ENDED_ON_PURPOSE = frozenset({"EXPECTED_TERMINATION", "AUTOSCALER_DRAIN_IDLE"})
 OUT_OF_MEMORY = "NODE_OUT_OF_MEMORY"
+NOT_STARTED = "NOT_STARTED"
+"""Our own word: Ray says no more than that somebody killed the actor."""
 
 
 def observation(actor: Actor, seen: Snapshot, group: Group | None, place: Place, wall_s: float) -> Observation:
@@ -61,6 +63,11 @@ def ending(cause: Mapping[str, Any]) -> tuple[str, int, str]:
         case {"actor_died_error_context": found}:
             return _died(found)
     return "failed", -1, "ACTOR_DIED: Ray does not say why"
+
+
+def given_up(waits_s: float) -> str:
+    """The reason of a node whose actor Ray did not start within so many seconds, so that we have killed it."""
+    return f"{NOT_STARTED}: Ray did not start the actor within {waits_s:.0f} s, though its place stood or was gone"
 
 
 def _died(context: Mapping[str, Any]) -> tuple[str, int, str]:

@@ -57,6 +57,8 @@ class Lookout:
         """The graces of deleted nodes that are heeded already. Other desks' orders are read from the cluster alone."""
         self._unplaced: dict[str, float] = {}
         """When actors without a process were seen first whose place stood already, or was gone, by their ids."""
+        self._given_up: dict[str, str] = {}
+        """Why this desk has killed actors that Ray did not start, by their ids."""
         self._lock, self._wake = asyncio.Lock(), asyncio.Event()
 
     async def run(self) -> None:
@@ -120,7 +122,9 @@ class Lookout:
                 if name in deleted and actor.is_dead:
                     continue
                 group = seen.groups.get(self._cluster.run.group(actor.called))
-                nodes[name] = endings.observation(actor, seen, group, self._places[name], time.time())
+                one = endings.observation(actor, seen, group, self._places[name], time.time())
+                given_up = self._given_up.get(actor.id, "") if actor.is_dead else ""
+                nodes[name] = one._replace(reason=given_up) if given_up else one
             before, self._nodes, self.seen = self._nodes, nodes, seen
             for name, node in nodes.items():
                 if name not in before or _is_news(before[name], node):
@@ -216,6 +220,7 @@ class Lookout:
                 node=name,
                 waits_s=round(waits_s),
             )
+            self._given_up[actor.id] = endings.given_up(waits_s)
             self._cluster.kill(actor.called)
 
     def _listen(self, actor: Actor) -> None:
