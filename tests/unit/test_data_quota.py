@@ -118,3 +118,10 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(SpecError, match=words):
             made()  # type: ignore[no-untyped-call]
+
+
+def test_a_world_size_divides_as_equal_weights_do() -> None:
+    """Equal shares are computed by a division, weighted ones by largest remainder: both are the same numbers."""
+    for ranks in range(1, 13):
+        for batch in range(ranks, 60):
+            assert quotas(batch, ranks) == quotas(batch, [1.0] * ranks)

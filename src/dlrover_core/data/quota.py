@@ -125,6 +125,9 @@ def quotas(batch: int, ranks: int | Sequence[float]) -> tuple[int, ...]:
             f"{batch} is less than the world size of {len(weights)}: give at least one sample per rank, or fewer ranks"
         )
         raise SpecError("global_batch", message)
+    if isinstance(ranks, int):
+        each, more = divmod(batch, ranks)
+        return (each + 1,) * more + (each,) * (ranks - more)
     found = shares(batch, weights)
     while 0 in found:
         # Who would get nothing gets one from the rank that has the most, the lowest such rank.

@@ -39,16 +39,20 @@ class Ranges:
         Raises: SpecError where a range ends before it starts, or is not within 0 and 2^62.
         """
         found: list[Span] = []
-        for start, end in sorted(spans):
+        first = last = -1  # the newest of ``found``
+        for one in sorted(spans):
+            start, end = one
             if not 0 <= start <= end <= POSITION_MAX:
                 message = f"[{start}, {end}) is no range: give 0 <= start <= end <= 2^62"
                 raise SpecError("ranges", message)
             if start == end:
                 continue
-            if found and start <= found[-1].end:
-                found[-1] = Span(found[-1].start, max(found[-1].end, end))
-            else:
-                found.append(Span(start, end))
+            if start > last:
+                first, last = start, end
+                found.append(one if type(one) is Span else Span(start, end))
+            elif end > last:
+                last = end
+                found[-1] = Span(first, end)
         self._spans = tuple(found)
 
     @classmethod
@@ -98,6 +102,8 @@ class Ranges:
 
     def __or__(self, other: Ranges) -> Ranges:
         """The positions of either."""
+        if not self._spans or not other._spans:
+            return self if self._spans else other
         return Ranges((*self._spans, *other._spans))
 
     def __and__(self, other: Ranges) -> Ranges:
@@ -106,11 +112,14 @@ class Ranges:
         mine, others = self._spans, other._spans
         here = there = 0
         while here < len(mine) and there < len(others):
-            start = max(mine[here].start, others[there].start)
-            end = min(mine[here].end, others[there].end)
-            if start < end:
-                found.append(Span(start, end))
-            if mine[here].end < others[there].end:
+            one, its = mine[here], others[there]
+            (first, end), (start, last) = one, its
+            if first < last and start < end:
+                if start <= first and end <= last:
+                    found.append(one)
+                else:
+                    found.append(Span(max(first, start), min(end, last)))
+            if end < last:
                 here += 1
             else:
                 there += 1

@@ -44,7 +44,7 @@ class Dataset(NamedTuple):
     @property
     def batches(self) -> Batches:
         """Its global batches."""
-        return batches(self.size, self.batch, epochs=self.epochs)
+        return _batches(self)
 
     @property
     def terms(self) -> shards.Terms:
@@ -53,8 +53,24 @@ class Dataset(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _order(dataset: Dataset, epoch: int) -> tuple[int, ...]:
-    return tuple(Order(dataset.size, dataset.seed, epoch).indices(0, dataset.size))
+def _batches(dataset: Dataset) -> Batches:
+    return batches(dataset.size, dataset.batch, epochs=dataset.epochs)
+
+
+# A campaign's seeds share a hundred orders of a few sizes: all of their epochs are remembered.
+@lru_cache(maxsize=8192)
+def _order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
+    return tuple(Order(size, seed, epoch).indices(0, size))
+
+
+@lru_cache(maxsize=256)
+def _measured(equal: tuple[int, ...], world: int) -> tuple[int, ...]:
+    return balanced(equal, [1 + rank % 3 for rank in range(world)])
+
+
+@lru_cache(maxsize=4096)
+def _slots(samples: int, division: tuple[int, ...], rank: int) -> tuple[int, int]:
+    return slots(samples, division, rank)
 
 
 @lru_cache(maxsize=64)
@@ -66,7 +82,9 @@ def lineage_of(dataset: Dataset, steps: int) -> tuple[Sample, ...]:
         batch = dataset.batches.next(epoch, position)
         if batch is None:
             break
-        found += [(batch.epoch, one) for one in _order(dataset, batch.epoch)[batch.start : batch.end]]
+        found += [
+            (batch.epoch, one) for one in _order(dataset.size, dataset.seed, batch.epoch)[batch.start : batch.end]
+        ]
         epoch, position = dataset.batches.after(batch)
     return tuple(found)
 
@@ -94,17 +112,20 @@ class Rank:
     def quota(self, dataset: Dataset) -> tuple[int, ...]:
         """How the next global batch is divided, as all ranks have planned it for this step."""
         equal = quotas(dataset.batch, self.world)
-        return equal if self.made < EQUAL_STEPS else balanced(equal, [1 + rank % 3 for rank in range(self.world)])
+        return equal if self.made < EQUAL_STEPS else _measured(equal, self.world)
 
     def draw(self, dataset: Dataset) -> list[Sample]:
         """Its share of the next global batch."""
         batch = dataset.batches.next(self.epoch, self.position)
         if batch is None:
             return []
-        first, end = slots(batch.samples, self.quota(dataset), self.rank)
+        first, end = _slots(batch.samples, self.quota(dataset), self.rank)
         self.made += 1
         self.epoch, self.position = dataset.batches.after(batch)
-        return [(batch.epoch, one) for one in _order(dataset, batch.epoch)[batch.start + first : batch.start + end]]
+        return [
+            (batch.epoch, one)
+            for one in _order(dataset.size, dataset.seed, batch.epoch)[batch.start + first : batch.start + end]
+        ]
 
 
 class Part(NamedTuple):
