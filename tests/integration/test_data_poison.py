@@ -39,6 +39,19 @@ def test_both_are_found_and_left_out_and_all_others_are_trained_once(tmp_path: P
 
 
 @pytest.mark.nightly
+def test_a_batch_of_which_nothing_is_left_is_gone_over(tmp_path: Path) -> None:
+    """Each rank's share is poison: the job goes on with the next batch. The short form is in tests/unit/test_in_work.py."""
+    script = [str(SCRIPTS / "data_poison_batch.py"), str(tmp_path / "stored")]
+    with Job(tmp_path, "--standalone", "--nproc-per-node", "2", "--max-restarts", "3", *script) as job:
+        assert job.ended(LIMIT_S) == 0, job.said()[-3000:]
+        dataset = proof(job)
+    assert "positions [12, 14) of epoch 0 count as consumed, and the optimizer makes no step" in job.said()
+    assert [(one["sample"], one["times"]) for one in dataset["quarantined"]] == [(12, 1), (13, 1)]
+    trained = sorted(index for samples in lineage(tmp_path).values() for index in samples)
+    assert trained == [index for index in range(20) if index not in (12, 13)]
+
+
+@pytest.mark.nightly
 def test_a_message_that_parse_cannot_read_is_left_out(tmp_path: Path) -> None:
     """Of a stream; it is named by partition and offset. The short form is in tests/unit/test_stream_left.py."""
     (tmp_path / "clicks").mkdir()

@@ -189,6 +189,27 @@ def test_a_micro_batch_of_which_nothing_is_left_is_stood_in_for(monkeypatch: pyt
     assert train(data) == [4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("tokens", [None, len])
+def test_a_batch_of_which_nothing_is_left_makes_no_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tokens: Any
+) -> None:
+    """Its samples are consumed; neither momentum nor weight decay moves the model, and a warning names the positions."""
+    told_of(monkeypatch, *(Spot("train", 1, one) for one in range(4, 8)))
+    data = ElasticDataset("train", size=12, fetch=good, order="file")
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
+    batch = ElasticBatch(model, optimizer, global_batch=4, micro_batch=2, tokens=tokens)
+    moved, places = [], []
+    for x in batch.over(data):
+        before = model.weight.detach().clone()
+        if batch.backward(model(x).square().mean()):
+            moved.append(not torch.equal(model.weight, before))
+            places.append(data.place[1:3])
+    assert (moved, places) == ([True, False, True], [(0, 4), (0, 8), (1, 0)])
+    assert "positions [4, 8) of epoch 0 count as consumed, and the optimizer makes no step" in caplog.text
+    assert {one.dataset for one in data.places} == {"train", *(f"train/quarantined/{one}" for one in range(4, 8))}
+
+
 def test_a_loop_of_its_own_cannot_leave_a_micro_batch_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told what to do."""
     told_of(monkeypatch, Spot("train", 1, 0))

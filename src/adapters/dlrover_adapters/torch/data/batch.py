@@ -213,6 +213,8 @@ class ElasticBatch:
         size = self._division.world
         if self._tokens is None:
             return size * self._trained(step, number) / max(1, self._trained(step))
+        if total <= 0 and not self._trained(step):
+            return 0.0
         if total <= 0:
             raise SpecError("tokens", f"{total} in all micro-batches of a step: give a positive number for each")
         return size * told[number] / total
@@ -260,8 +262,22 @@ class ElasticBatch:
 
     def _make_step(self) -> None:
         assert self._data is not None
+        assert self._step is not None
+        if self._trained(self._step):
+            self._optimize(self._data)
+        elif self._division.rank == 0:
+            batch = self._step.batch
+            _log.warning(
+                "all samples of a global batch of dataset %r are quarantined: positions [%d, %d) of epoch %d count as consumed, "
+                "and the optimizer makes no step",
+                self._data.name, batch.start, batch.end, batch.epoch,
+            )  # fmt: skip
+        self._optimizer.zero_grad(set_to_none=True)
+        self._data.step()
+
+    def _optimize(self, data: ElasticDataset) -> None:
         if self._schedule is not None:
-            factor = self._schedule(self._data.samples)
+            factor = self._schedule(data.samples)
             for one in self._optimizer.param_groups:
                 one["lr"] = one["initial_lr"] * factor
         if self._scaler is not None:
@@ -273,8 +289,6 @@ class ElasticBatch:
             self._optimizer.step()
         else:
             self._make_scaled_step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self._data.step()
 
     def _make_scaled_step(self) -> None:
         before = self._scaler.get_scale()
