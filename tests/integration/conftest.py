@@ -35,9 +35,32 @@ if TYPE_CHECKING:
 BUSY_ETCDS = ("test_cli_etcd", "test_etcd_chaos_masters")  # whole jobs beside an etcd
 
 
+MARKS_ALONE = "pytest.mark.alone("
+"""What a module says whose tests, some or all, must be alone: others are not even imported when only those are run."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only tests that must be alone are wanted, a module that marks none is left out."""
+    if collection_path.suffix != ".py" or not config.option.markexpr.startswith("alone"):
+        return None
+    return True if MARKS_ALONE not in collection_path.read_text() else None
+
+
+# What computes for longest: begun last, each would have a core to itself at the end, and leave the other one idle.
+LONGEST = ("test_own_objects", "test_zygote")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of etcd wait for nine tenths of their time: one worker runs them all, with one etcd, beside those that compute."""
+    """Tests of etcd wait for nine tenths of their time: one worker runs them all, with one etcd, beside those that compute.
+
+    The longest tests come first.
+    """
+    for path in {item.path for item in items if item.get_closest_marker("alone")}:
+        if MARKS_ALONE not in path.read_text():
+            raise pytest.UsageError(f"{path}: its tests must be alone, and it does not say {MARKS_ALONE!r} itself")
+    if config.pluginmanager.hasplugin("xdist"):
+        items.sort(key=lambda item: item.path.stem not in LONGEST)
     for item in items if config.pluginmanager.hasplugin("xdist") else ():
         waits = "etcd" in item.path.stem and item.path.stem not in BUSY_ETCDS
         if waits and item.get_closest_marker("xdist_group") is None:
