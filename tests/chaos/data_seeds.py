@@ -90,7 +90,9 @@ async def _strike(cluster: Cluster, saving: Saving, fault: Fault) -> None:
         case "worker" if ranks:
             cluster.kill_worker(ranks[fault.which % len(ranks)])
         case "node" | "two nodes" if living:
-            for node in {living[fault.which % len(living)], living[-1] if fault.what == "two nodes" else ""} - {""}:
+            for node in sorted(
+                {living[fault.which % len(living)], *(living[-1:] if fault.what == "two nodes" else ())}
+            ):
                 cluster.kill_node(node)
         case "master":
             cluster.kill_master()

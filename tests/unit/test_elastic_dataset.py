@@ -254,6 +254,8 @@ def test_an_iteration_again_in_persistent_loader_processes_is_refused() -> None:
         ({"ahead": -1}, "ahead: -1 of dataset"),
         ({"fetch": [1, 2]}, "fetch: a function from an index to a sample, got list"),
         ({"seed": -1}, "seed: -1"),
+        ({"seed": "x"}, "seed: 'x': give 0 to 2^64 - 1"),
+        ({"seed": 1.5}, "seed: 1.5: give 0"),
         ({"order": "sorted"}, "order: 'sorted'"),
         ({"last": "pad"}, "last: 'pad'"),
         ({"chunk": 0}, "chunk: 0"),
@@ -322,6 +324,10 @@ def test_a_checkpoint_without_a_position_is_refused_unless_the_script_says_where
     assert data.place[1:3] == (0, 12)
     with pytest.raises(SpecError, match="position: epoch 0, position 103"):
         data.begin(position=103)
+    with pytest.raises(SpecError, match=r"epoch 9, position 1 of dataset 'train': give 0 to .*, in epochs 0 to"):
+        dataset(epochs=2).begin(epoch=9, position=1)
+    dataset(epochs=2).begin(epoch=2)
+    dataset(epochs=0).begin(epoch=9, position=1)
 
 
 def test_what_is_registered_fits_into_a_message() -> None:

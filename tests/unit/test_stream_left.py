@@ -185,3 +185,11 @@ def test_people_see_which_messages_of_a_partition_are_quarantined(monkeypatch: p
     for record in drive.records:
         audit.feed(record)
     assert {proof.dataset: proof.left_out for proof in audit.proofs()} == {"toy": 1, "toy/0": 0, "toy/1": 1}
+
+
+def test_a_stream_is_not_leased() -> None:
+    """The refusal says why, and what to give instead."""
+    with pytest.raises(
+        SpecError, match=r"assign: 'lease': a stream has no size to divide into leases.*leave assign= out"
+    ):
+        ElasticStream(Two(), assign="lease")

@@ -18,7 +18,7 @@ The numbers are pinned by tests: a changed constant would give another order to 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 from dlrover_core.data.ranges import POSITION_MAX
 from dlrover_core.errors import SpecError
@@ -143,8 +143,9 @@ class Order:
         """Raises: SpecError where a number is out of bounds, or ``order`` is unknown."""
         if not 1 <= size <= POSITION_MAX:
             raise SpecError("size", f"{size} samples: give a dataset of 1 to 2^62")
-        if not 0 <= seed <= SEED_MAX:
-            raise SpecError("seed", f"{seed}: give 0 to 2^64 - 1")
+        given: object = seed
+        if not isinstance(given, SupportsIndex) or not 0 <= seed <= SEED_MAX:
+            raise SpecError("seed", f"{seed!r}: give 0 to 2^64 - 1")
         if epoch < 0:
             raise SpecError("epoch", f"{epoch}: give 0 or more")
         if chunk < 1:

@@ -237,10 +237,11 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
 
     def begin(self, *, epoch: int = 0, position: int = 0) -> None:
         """Begin here: what a checkpoint that has no position is to be taken for. A checkpoint's own position comes first."""
-        if epoch < 0 or not 0 <= position < self.size:
-            raise SpecError(
-                "position", f"epoch {epoch}, position {position} of dataset {self.name!r}: give 0 to {self.size - 1}"
+        if epoch < 0 or not 0 <= position < self.size or (self.epochs and (epoch, position) > (self.epochs, 0)):
+            known = (
+                f"0 to {self.size - 1}, in epochs 0 to {self.epochs - 1}" if self.epochs else f"0 to {self.size - 1}"
             )
+            raise SpecError("position", f"epoch {epoch}, position {position} of dataset {self.name!r}: give {known}")
         self._epoch, self._position, self._begun = epoch, position, True
 
     def state_dict(self) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from dlrover_core.data.streams import (
     StreamUnavailable,
     UnknownPartition,
 )
+from dlrover_core.data.terms import CURSOR
 from dlrover_core.errors import CoreError, SpecError
 
 from . import world
@@ -65,7 +66,7 @@ class ElasticStream(ElasticDataset):
     which is bytes of Kafka. ``begin``: where partitions begin that no checkpoint knows, "first" or "end". ``lost``: messages that
     were removed before they were consumed, and partitions that are gone, end training ("refuse"), or are left out with a warning
     ("skip"). ``config``: the Kafka client's settings. ``poison``, ``quarantine_max``: as of `ElasticDataset`, for messages at
-    which ``parse`` raises, and for each partition. All others as of `ElasticDataset`.
+    which ``parse`` raises, and for each partition. ``assign``: "cursor" alone. All others as of `ElasticDataset`.
 
     Give the loader ``num_workers=0``: the client fetches ahead in threads of its own. Raises `SpecError`, `StreamError`.
     """
@@ -89,7 +90,14 @@ class ElasticStream(ElasticDataset):
         ahead: int = 1,
         poison: str = QUARANTINE,
         quarantine_max: int = QUARANTINE_MAX,
+        assign: str = CURSOR,
     ) -> None:
+        if assign != CURSOR:
+            raise SpecError(
+                "assign",
+                f"{assign!r}: a stream has no size to divide into leases, and its ranks consume it in common steps; leave "
+                "assign= out, or lease a dataset of files that are finished",
+            )
         for field, value, known in (("begin", begin, (FIRST, END)), ("lost", lost, (REFUSE, SKIP))):
             if value not in known:
                 raise SpecError(field, f"{value!r}: give {' or '.join(map(repr, known))}")
