@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from tests.chaos.data_seeds import trial
 from tests.chaos.planted_data import BUGS, planted
@@ -41,3 +45,20 @@ def test_a_planted_bug_is_found(name: str) -> None:
 def test_the_other_seed_breaks_nothing_by_itself() -> None:
     """The one that finds bugs in the change of the world's size."""
     assert trial(24)["generations"] > 1
+
+
+def test_a_seed_is_one_history_in_every_process() -> None:
+    """No order of a set decides: the command that a failure names finds that failure again."""
+    command = [sys.executable, "-m", "tests.chaos.data_seeds", "0"]
+    told = {
+        subprocess.run(  # our own module
+            command,
+            env={**os.environ, "PYTHONHASHSEED": hashing},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout.splitlines()[-1]
+        for hashing in "01234"
+    }
+    assert len(told) == 1
