@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -62,6 +63,38 @@ def test_exceptions() -> None:
             f"retrying after {type_}: words",
         ):
             assert best(line) != f"exception.{type_}", line
+
+
+STATUSES = tomllib.loads((HERE.parents[1] / "src/dlrover_core/diagnosis/statuses.toml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("form", "names"),
+    [
+        ("[rank3] call at solver.cc:81 returned {}", r"[A-Z]+(?:_[A-Z]+)+|(?:cudaError|hipError|rocblas_status_)\w+"),
+        ("{}: 2025-04-08-18:07:20.444.436 words", r"E[A-Z\d]\d{4}"),
+        ("error=1, Error Code: {}; Request ID: 1A2B", r"[A-Z][a-z]\w+"),
+    ],
+    ids=["constant", "cann", "store"],
+)
+def test_a_published_status_means_its_signature(form: str, names: str) -> None:
+    """A library's name of a status is known wherever it stands alone, and no part of another word is taken for one."""
+    told = [(name, row["id"]) for row in STATUSES["status"] for name in row["names"] if re.fullmatch(names, name)]
+    assert len(told) >= 10
+    for name, id_ in told:
+        assert best(form.format(name)) == id_, name
+        assert best(f"see docs of My{name}s") != id_, name
+
+
+def test_every_status_is_of_one_form_and_names_a_signature() -> None:
+    """No row of the statuses is lost for a wrong id, and no name twice."""
+    names = [name for row in STATUSES["status"] for name in row["names"]]
+    assert len(names) == len(set(names)) > 150
+    for row in STATUSES["status"]:
+        for name in row["names"]:
+            known = TABLE.coded("status", name)
+            assert known is not None, name
+            assert known.id == row["id"], name
 
 
 def test_any_type_is_an_exception_of_the_program() -> None:

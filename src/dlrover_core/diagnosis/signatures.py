@@ -29,8 +29,8 @@ ACTIONS = ("obs", "retry", "proc", "relaunch", "isolate", "reset", "mem+", "shri
 SCOPES = ("process", "gpu", "host", "link", "node", "job", "platform")
 # What a code may be: a process's exit code or the signal that ended it, the kernel's GPU error, an exception's type, a
 # platform's word, the system's error number, the status with which a server answered, that of a work completion of InfiniBand's,
-# or of a call of XLA's.
-CODES = ("exit", "signal", "xid", "exception", "reason", "errno", "http", "wc", "xla")
+# of a call of XLA's, or a published name of another library's status (`statuses.toml`).
+CODES = ("exit", "signal", "xid", "exception", "reason", "errno", "http", "wc", "xla", "status")
 
 OWN_BYTES_MAX = 64 * 1024
 OWN_MAX = 256
@@ -106,15 +106,15 @@ class Table:
 @functools.lru_cache(maxsize=8)
 def table(extra: str = "") -> Table:
     """The table; ``extra``: a user's own signatures, as `JobSpec.signatures` holds them (JSON, a list of tables)."""
-    files = [resources.files(__package__).joinpath(f"{name}.toml") for name in ("signatures", "families")]
-    told, families = (tomllib.loads(file.read_text(encoding="utf-8")) for file in files)
+    files = [resources.files(__package__).joinpath(f"{name}.toml") for name in ("signatures", "families", "statuses")]
+    told, families, statuses = (tomllib.loads(file.read_text(encoding="utf-8")) for file in files)
+    names = {row["id"]: [f"status:{name}" for name in row["names"]] for row in statuses["status"]}
+    ours = [*_exceptions(told["exceptions"]), *told["signature"], *families["signature"]]
     rows = [
-        *_exceptions(told["exceptions"]),
-        *told["signature"],
-        *families["signature"],
+        *({**row, "codes": [*row.get("codes", ()), *names.get(row["id"], ())]} for row in ours),
         *(json.loads(extra) if extra else ()),
     ]
-    return Table(tuple(map(_signature, rows)), tuple(CodePattern(**row) for row in told["code"]))
+    return Table(tuple(map(_signature, rows)), tuple(CodePattern(**row) for row in (*told["code"], *statuses["code"])))
 
 
 def own(text: str, name: str) -> str:
