@@ -312,7 +312,7 @@ def test_how_long_the_desk_rests(
         return Snapshot({}, {}, {})
 
     cluster = cast(Any, ground)
-    cluster.kept, cluster.address, cluster.look = SimpleNamespace(listed_s=listed_s), "h:1", look
+    cluster.tables, cluster.address, cluster.look = SimpleNamespace(listed_s=listed_s), "h:1", look
     monkeypatch.setattr(module, "any_within", rested)
     monkeypatch.setattr(module.tables, "follow", lambda *_: asyncio.sleep(0))
 

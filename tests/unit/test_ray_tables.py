@@ -14,7 +14,7 @@ from dlrover_backends.ray import private, tables
 from dlrover_backends.ray.names import Run
 from dlrover_backends.ray.private import News
 from dlrover_backends.ray.records import Actor, Group, Host
-from dlrover_backends.ray.tables import LOOK_SHARE, RELIST_S, Kept, Source, follow
+from dlrover_backends.ray.tables import LOOK_SHARE, RELIST_S, Cache, Source, follow
 
 RUN = Run("j", "r")
 
@@ -32,7 +32,7 @@ class Ground:
         self.actors, self.hosts, self.groups = [actor("a")], [Host("h", "host")], [Group("g", RUN.group("a"))]
         self.read: list[str] = []
         self.while_listed: Any = lambda: None
-        self.kept = Kept(
+        self.cache = Cache(
             RUN,
             Source(self.listed, lambda: self.told("hosts", self.hosts), lambda: self.told("groups", self.groups)),
             lambda: self.now,
@@ -51,7 +51,7 @@ class Ground:
 
     def states(self, *, anew: bool = False) -> dict[str, str]:
         """What is known of actors."""
-        return {one.name: one.state for one in self.kept.read(anew=anew).actors}
+        return {one.name: one.state for one in self.cache.read(anew=anew).actors}
 
     def reads(self) -> list[str]:
         """What was read since it was asked last."""
@@ -68,9 +68,9 @@ def test_tables_are_read_where_nothing_is_published() -> None:
     for _ in range(2):
         assert ground.states() == {"a": "ALIVE"}
         assert ground.reads() == ALL
-    ground.kept.follow()
+    ground.cache.follow()
     ground.states()
-    ground.kept.lose()
+    ground.cache.lose()
     ground.states()
     assert ground.reads() == [*ALL, *ALL]
 
@@ -78,13 +78,13 @@ def test_tables_are_read_where_nothing_is_published() -> None:
 def test_what_is_published_counts() -> None:
     """Between two lists actors are as published, hosts are read when one comes or goes, and places while one may change."""
     ground = Ground()
-    ground.kept.follow()
+    ground.cache.follow()
     ground.states()
     assert ground.reads() == ALL, "what came before is in no message"
     ground.states()
     assert ground.reads() == [], "all is settled"
-    assert not ground.kept.changed(actor("a", "DEAD", "others"))
-    assert ground.kept.changed(actor("a", "DEAD"))
+    assert not ground.cache.changed(actor("a", "DEAD", "others"))
+    assert ground.cache.changed(actor("a", "DEAD"))
     assert ground.states() == {"a": "DEAD"}
     assert ground.reads() == ["groups"]
     ground.states()
@@ -93,16 +93,16 @@ def test_what_is_published_counts() -> None:
     ground.states()
     ground.states()
     assert ground.reads() == ["groups"]
-    ground.kept.changed(actor("b", "PENDING_CREATION"))
+    ground.cache.changed(actor("b", "PENDING_CREATION"))
     for _ in range(2):
         assert ground.states() == {"a": "DEAD", "b": "PENDING_CREATION"}
     assert ground.reads() == ["groups", "groups"], "it waits for its place"
-    ground.kept.changed(actor("b"))
+    ground.cache.changed(actor("b"))
     ground.groups = [Group("g", RUN.group("b"))]
     ground.states()
     ground.states()
     assert ground.reads() == ["groups"]
-    ground.kept.hosts_changed()
+    ground.cache.hosts_changed()
     ground.states()
     assert ground.reads() == ["hosts"]
 
@@ -110,17 +110,17 @@ def test_what_is_published_counts() -> None:
 def test_a_new_list_counts_more() -> None:
     """After a while, and when something was ordered, all is read; what is published behind its time does not count."""
     ground = Ground()
-    ground.kept.follow()
+    ground.cache.follow()
     ground.states()
     ground.actors = [actor("a", "DEAD"), actor("c", "PENDING_CREATION"), actor("z", space="others")]
     ground.now += RELIST_S - 1.0
     assert ground.states() == {"a": "ALIVE"}
     assert ground.states(anew=True) == {"a": "DEAD", "c": "PENDING_CREATION"}
-    ground.kept.changed(actor("a"))
+    ground.cache.changed(actor("a"))
     assert ground.states() == {"a": "DEAD", "c": "PENDING_CREATION"}
     ground.actors = [actor("c")]
     ground.now += 2.0
-    assert "id-a" in {one.id for one in ground.kept.read(anew=False).actors}
+    assert "id-a" in {one.id for one in ground.cache.read(anew=False).actors}
     ground.now += RELIST_S
     assert ground.states() == {"c": "ALIVE"}
 
@@ -128,10 +128,10 @@ def test_a_new_list_counts_more() -> None:
 def test_what_is_published_while_a_list_comes() -> None:
     """It counts beside that list, and a new subscription in between asks for another one."""
     ground = Ground()
-    ground.kept.follow()
-    ground.while_listed = lambda: ground.kept.changed(actor("a", "DEAD"))
+    ground.cache.follow()
+    ground.while_listed = lambda: ground.cache.changed(actor("a", "DEAD"))
     assert ground.states() == {"a": "DEAD"}
-    ground.while_listed = ground.kept.follow
+    ground.while_listed = ground.cache.follow
     ground.states(anew=True)
     ground.reads()
     ground.while_listed = lambda: None
@@ -142,7 +142,7 @@ def test_what_is_published_while_a_list_comes() -> None:
 def test_a_list_that_fails_is_owed() -> None:
     """What was published before it may be known to nobody else."""
     ground = Ground()
-    ground.kept.follow()
+    ground.cache.follow()
 
     def fails() -> None:
         raise ConnectionError
@@ -155,7 +155,7 @@ def test_a_list_that_fails_is_owed() -> None:
     ground.states()
     assert ground.reads() == ALL
     # All was read and settled; the next list is asked for by an order, after a death was published.
-    ground.kept.changed(actor("a", "DEAD"))
+    ground.cache.changed(actor("a", "DEAD"))
     ground.actors = [actor("a", "DEAD")]
     ground.now += 1.0
     ground.while_listed = fails
@@ -177,7 +177,7 @@ def test_one_reads_at_a_time() -> None:
         other.start()
         other.join(0.1)  # it waits for us
 
-    ground.kept.follow()
+    ground.cache.follow()
     ground.while_listed = meanwhile
     assert ground.states() == {"a": "ALIVE"}
     other.join(30.0)
@@ -194,14 +194,14 @@ def test_what_a_list_takes() -> None:
 
     ground.while_listed = takes
     ground.states()
-    assert ground.kept.listed_s == 0.0, "the next look reads one, too"
-    ground.kept.follow()
+    assert ground.cache.listed_s == 0.0, "the next look reads one, too"
+    ground.cache.follow()
     ground.states()
-    assert ground.kept.listed_s == RELIST_S
+    assert ground.cache.listed_s == RELIST_S
     ground.reads()
     ground.now += LOOK_SHARE * RELIST_S - 1.0
     ground.states()
-    assert (ground.reads(), ground.kept.listed_s) == ([], 0.0)
+    assert (ground.reads(), ground.cache.listed_s) == ([], 0.0)
     ground.now += 1.0
     ground.states()
     assert ground.reads() == ALL
@@ -241,7 +241,9 @@ class Service:
     async def told(self, times: int) -> None:
         """Follow until it has woken so often."""
         self.times = times
-        tasks = [asyncio.ensure_future(one) for one in (follow(self.ground.kept, "h:1", self.wake), self.enough.wait())]
+        tasks = [
+            asyncio.ensure_future(one) for one in (follow(self.ground.cache, "h:1", self.wake), self.enough.wait())
+        ]
         done, _ = await asyncio.wait(tasks, timeout=30.0, return_when=asyncio.FIRST_COMPLETED)
         assert done
         for one in tasks:

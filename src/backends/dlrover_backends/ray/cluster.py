@@ -92,7 +92,7 @@ class Cluster:
 
     ``address``: of the cluster's state service, once it is connected
     ``ended``: ids of hosts whose raylet has ended, though Ray does not know it yet; no node is placed there
-    ``kept``: what is known of the cluster's tables
+    ``tables``: the cluster's tables, cached
     ``seating``: which nodes standbys are; ``deletions``: the names that are used up
     """
 
@@ -101,7 +101,7 @@ class Cluster:
         self.ended: set[str] = set()
         self.seating, self.deletions = Seating(run), Deletions(run)
         source = tables.Source(lambda: private.actors(self.run.space), _hosts, lambda: groups(self.run.space + "/"))
-        self.kept = tables.Kept(run, source)
+        self.tables = tables.Cache(run, source)
 
     def connect(self, address: str) -> None:
         """Join the cluster as a driver. Raises whatever Ray does: `faults.of_connect` knows what it means."""
@@ -125,7 +125,7 @@ class Cluster:
 
     def look(self, *, anew: bool = True) -> Snapshot:
         """All of the run as it is now. ``anew``: nothing that was published counts, and all tables are read."""
-        drains, known = private.draining(), self.kept.read(anew=anew)
+        drains, known = private.draining(), self.tables.read(anew=anew)
         hosts = {one.id: one._replace(drain_ms=drains[one.id]) if one.id in drains else one for one in known.hosts}
         actors, standbys, retired = dict[str, Actor](), dict[str, Actor](), set[str]()
         for actor in known.actors:

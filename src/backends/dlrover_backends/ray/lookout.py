@@ -63,7 +63,7 @@ class Lookout:
 
     async def run(self) -> None:
         """Look until cancelled."""
-        following = asyncio.ensure_future(tables.follow(self._cluster.kept, self._cluster.address, self.wake))
+        following = asyncio.ensure_future(tables.follow(self._cluster.tables, self._cluster.address, self.wake))
         try:
             while True:
                 began = time.monotonic()
@@ -72,7 +72,7 @@ class Lookout:
                 except Exception as error:  # noqa: BLE001  # Ray raises anything; while its state service is away nothing is news
                     log.warning("the cluster cannot be looked at", error=f"{type(error).__name__}: {error}")
                 # A list that the next looks do without holds up no other question, such as which hosts are drained.
-                spent_s = time.monotonic() - began - self._cluster.kept.listed_s
+                spent_s = time.monotonic() - began - self._cluster.tables.listed_s
                 await any_within(max(LOOK_S, tables.LOOK_SHARE * spent_s), self._wake)
                 self._wake.clear()
         finally:

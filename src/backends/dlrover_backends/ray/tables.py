@@ -45,8 +45,8 @@ class Source(NamedTuple):
     groups: Callable[[], Iterable[Group]]
 
 
-class Kept:
-    """The tables of one run, kept. `read` may be called in any thread, everything else in the desk's loop.
+class Cache:
+    """The tables of one run, cached. `read` may be called in any thread, everything else in the desk's loop.
 
     ``run``: whose tables; ``now``: steady seconds.
     """
@@ -158,7 +158,7 @@ def _further(known: Actor | None, told: Actor) -> Actor:
     return known if known is not None and STATES.index(known.state) > STATES.index(told.state) else told
 
 
-async def follow(kept: Kept, address: str, woken: Callable[[], None]) -> None:
+async def follow(cache: Cache, address: str, woken: Callable[[], None]) -> None:
     """Keep tables by what the state service at ``address`` publishes, until cancelled; ``woken``: there is news.
 
     Another service, or an error, means a new list. What breaks again before anything came is tried more and more seldom, up to
@@ -167,15 +167,15 @@ async def follow(kept: Kept, address: str, woken: Callable[[], None]) -> None:
     fails = 0
     while True:
         try:
-            async with contextlib.aclosing(private.published(address, kept.run.space)) as news:
+            async with contextlib.aclosing(private.published(address, cache.run.space)) as news:
                 async for told in news:
                     if told.begins:
-                        kept.follow()
+                        cache.follow()
                     else:  # even where nothing is published, an answer comes once a minute
                         fails = 0
                     if told.hosts:
-                        kept.hosts_changed()
-                    of_run = [kept.changed(one) for one in told.actors]
+                        cache.hosts_changed()
+                    of_run = [cache.changed(one) for one in told.actors]
                     if told.begins or told.hosts or any(of_run):
                         woken()
         except private.Unpublished as error:
@@ -188,7 +188,7 @@ async def follow(kept: Kept, address: str, woken: Callable[[], None]) -> None:
                 log.warning("the cluster publishes nothing any more; its tables are read", error=_words(error))
             fails += 1
         finally:
-            kept.lose()
+            cache.lose()
         await asyncio.sleep(min(AGAIN_MAX_S, AGAIN_S * 2.0 ** min(max(0, fails - 1), 10)))
 
 
