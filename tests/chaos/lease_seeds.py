@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 TICK_S, MOST_TICKS, SERVER_TICKS = 0.1, 4_000, 6_000
+STORELESS_TICKS = 50
 SIZE, SERVER_SIZE, EPOCHS, SHARD = 300, 700, 2, 4
 NODES_MAX = 4
 STRIKES = ("worker", "worker", "node", "leave", "master", "loader", "scale")
@@ -182,6 +183,10 @@ class ModelPlay(Play):
             self.drive.run(1)
             keeping = self.drive.members[0], world.generation, "file:///ckpt", 1, 1, 0, self.planned, 0
             self.drive.do(ReportKeeping(*keeping))
+        elif not world.active and self.ticks % STORELESS_TICKS == 0 and self.nodes:
+            # A world that ended at once has used up its nodes' stores; agents make others.
+            for name in sorted(self.nodes):
+                self.drive.offer(name)
         if self.random.random() < 0.1:
             self._commit()
         orders = self.orders
