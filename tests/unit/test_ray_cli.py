@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -232,6 +232,35 @@ def test_the_cluster_of_an_attached_job_is_named(
         *([] if persistent else [say + ray_attached.MEMORY]),
     ]
     assert capsys.readouterr().err.splitlines() == expected
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_masters_are_kept_though_the_desk_dies_meanwhile(monkeypatch: pytest.MonkeyPatch, *, in_use: bool) -> None:
+    """Asked again until they are; the name is claimed once. Where the name is another job's, nobody asks any more."""
+    monkeypatch.setattr(ray_attached, "KEEP_AFTER_S", 0.0)
+    monkeypatch.setattr(ray_attached, "KEEP_AGAIN_S", 0.0)
+    orders: list[str] = []
+
+    class Cluster:
+        cluster = "h:1"
+
+        async def claim(self, *_: object, **__: object) -> bool:
+            orders.append("claim")
+            if in_use and len(orders) > 2:
+                raise SpecError("job", "is in use")
+            if len(orders) < 3:
+                raise ConnectionLost("away")
+            return True
+
+        async def keep(self, _: object) -> None:
+            orders.append("keep")
+            if orders.count("keep") < 3:
+                raise ConnectionLost("the other end is gone")
+
+    job: Any = SimpleNamespace(job=SimpleNamespace(job="digits"), masters=("m:1",), tls_cert="")
+    plan = mastery.Plan("digits", "r", (), "t")
+    asyncio.run(asyncio.wait_for(ray_attached._keep(cast(Any, Cluster()), plan, job), 60))
+    assert orders == (["claim"] * 3 if in_use else [*["claim"] * 3, *["keep"] * 3])
 
 
 def test_what_cannot_be_removed_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dlrover_backends.ray.mastery import Plan
 
 ETCD_PASSWORD = "DLROVER_ETCD_PASSWORD"  # noqa: S105  # the variable's name
-KEEP_AFTER_S, CLAIM_S, RELEASE_S = 5.0, 10.0, 10.0
+KEEP_AFTER_S, KEEP_AGAIN_S, CLAIM_S, RELEASE_S = 5.0, 5.0, 10.0, 10.0
 INTERRUPTED, AWAY_S = 128, 2.0
 UNFINISHED = (70, 75)
 """As `apart` has it: the job goes on, and is led in the cluster."""
@@ -105,14 +105,28 @@ def joined(address: str) -> str:
 
 
 async def _keep(backend: RayBackend, plan: Plan, unclaimed: Settings | None) -> None:
-    """Have masters kept soon. ``unclaimed``: the job, if its name is still to be claimed."""
+    """Have masters kept soon, and again until they are. ``unclaimed``: the job, if its name is still to be claimed."""
     await asyncio.sleep(KEEP_AFTER_S)
-    try:
-        if unclaimed is not None:
-            await _claim(backend, unclaimed)
-        await backend.keep(plan)
-    except Exception as error:  # noqa: BLE001  # training needs none of it
-        log.warning("nobody leads the job when this command dies", error=f"{type(error).__name__}: {error}")
+    warned = False
+    while True:
+        try:
+            if unclaimed is not None:
+                await _claim(backend, unclaimed)
+                unclaimed = None
+            await backend.keep(plan)
+        except SpecError as error:  # another job has the name now
+            log.warning("nobody leads the job when this command dies", error=str(error))
+            return
+        except Exception as error:  # noqa: BLE001  # training needs none of it; the desk or the cluster may be away
+            if not warned:
+                said = f"{type(error).__name__}: {error}"
+                log.warning("nobody leads the job when this command dies; it is tried again", error=said)
+            warned = True
+            await asyncio.sleep(KEEP_AGAIN_S)
+            continue
+        if warned:
+            log.info("masters are kept in the cluster now")
+        return
 
 
 async def _released(backend: RayBackend) -> None:
