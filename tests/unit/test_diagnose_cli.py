@@ -13,6 +13,8 @@ import pytest
 
 from dlrover_adapters.cli import main, options
 from dlrover_adapters.cli.places import NOT_FOUND, OK, UNREADABLE, USAGE
+from dlrover_core.diagnosis.answers import MEASURED
+from dlrover_core.diagnosis.procedure import SURE
 from dlrover_core.diagnosis.signatures import table
 
 LOG = """\
@@ -257,6 +259,29 @@ def test_an_unsure_answer_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert out.startswith("unknown: ")
     assert "look at   the peer" in out
+
+
+@pytest.mark.parametrize(
+    ("end", "signature", "measured"),
+    [
+        ("exitcode: -9", "exit.sigkill", True),
+        ("exitcode: -11", "exit.sigsegv", True),
+        ("exitcode: -6", "exit.sigabrt", False),
+        ("exitcode: 1", "exit.silent", False),
+    ],
+)
+def test_ends_that_were_measured_to_be_right(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str, signature: str, measured: bool
+) -> None:
+    """A kill and a fault are as sure as they were right on logs of other sources. An abort and a bare exit stay unsure."""
+    path = tmp_path / "end.log"
+    path.write_text(
+        "step 10 | loss 2.1\n"
+        f"ERROR:torch.distributed.elastic.multiprocessing.api:failed ({end}) local_rank: 0 (pid: 4711) of binary: python\n"
+    )
+    said = told(capsys, str(path))
+    assert (said["signature"], said["confidence"] == MEASURED) == (signature, measured)
+    assert measured or float(str(said["confidence"])) < SURE
 
 
 def test_a_signature_is_learnt_from_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
