@@ -23,7 +23,7 @@ CAUSES_MAX, LINES_MAX = 3, 4
 # were right 28 of 29 times by tables to which their own source had taught nothing (`bench_corpus.py`). Actions follow verdicts.
 MEASURED_FROM, MEASURED = 0.65, 0.76
 # Signatures whose own confidence is lower because a running job must not act on them alone. Tables that had learnt nothing from
-# a log's own source were right on 40 of 42 such logs by the label alone, on 41 with what is right as well.
+# a log's own source were right on 39 of 42 such logs by the label alone, on 41 with what is right as well.
 _RELIABLE = frozenset(("exit.sigkill", "exit.sigsegv", "nccl.connect"))
 # Not lifted so: words on how something ended or did not start, and not why. By tables to which their own family had taught
 # nothing, none of seven and one of two named the cause.
