@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.data import DataLoader  # noqa: E402
 
-from dlrover_adapters.torch import ElasticDataset  # noqa: E402
+from dlrover_adapters.torch import ElasticDataset, ElasticLoader  # noqa: E402
 from dlrover_adapters.torch.data.dataset import DataEnded  # noqa: E402
 from dlrover_adapters.torch.data.plan import division, steps  # noqa: E402
 from dlrover_core.data.cut import Place  # noqa: E402
@@ -337,3 +337,12 @@ def test_what_is_registered_fits_into_a_message() -> None:
     assert (terms.size, terms.epochs, terms.global_batch, terms.assignment) == (2**62, 2, 8, "cursor")
     assert terms.fingerprint == data.place.fingerprint
     assert ElasticDataset("train", size=5, fetch=str).terms[-3] == 0
+
+
+def test_a_loop_left_within_a_step_begins_that_step_anew() -> None:
+    """Else each step after it would be made of the halves of two, and the samples of one half be trained by nobody."""
+    data = ElasticDataset("t", size=16, order="file", global_batch=4, micro_batch=2, fetch=lambda index: index)
+    loader = ElasticLoader(data)
+    assert [next(iter(loader)).tolist() for _ in range(2)] == [[0, 1], [0, 1]]
+    whole = iter(loader)
+    assert [next(whole).tolist() for _ in range(2)] == [[0, 1], [2, 3]]

@@ -40,7 +40,8 @@ class ElasticLoader:
         # Of its own, since every new iteration draws from it: the script's random numbers are those of the model's steps.
         self._loader = DataLoader(data, batch_size=None, generator=torch.Generator(), **options)
         self._drawn: Generator[tuple[tuple[int, int], Any], None, None] | None = None
-        self._at = (-1, 0)
+        self._at, self._within = (-1, 0), False
+        """The position behind what was drawn, and whether more micro-batches of its step are to come."""
 
     @property
     def rounds(self) -> int:
@@ -56,13 +57,13 @@ class ElasticLoader:
 
     def __iter__(self) -> Iterator[Any]:
         here = self.dataset.place[1:3]
-        if self._drawn is None or self._at != here:
-            # Another position than was drawn up to: a restore, or a loop that was left within an epoch.
+        if self._drawn is None or self._within or self._at != here:
+            # Another position than was drawn up to: a restore, or a loop that was left within an epoch, or within a step.
             self.close()
-            self._drawn, self._at = self._all(), here
+            self._drawn, self._at, self._within = self._all(), here, False
         epoch = self._at[0]
         for at, content in self._drawn:
-            self._at = at
+            self._at, self._within = at, at == self._at
             yield content
             if self._at[0] != epoch:
                 return
