@@ -127,11 +127,11 @@ def test_a_range_that_cannot_be_narrowed_is_left_to_the_ordinary_rules() -> None
 
 @pytest.mark.parametrize(
     ("most", "samples", "why"),
-    [(0, (17,), 'poison="fail"'), (2, (17, 18, 19), "quarantine_max"), (8, (1, 2, 3, 4), "in a row")],
+    [(0, (17,), 'poison="fail"'), (2, (17, 18, 19), "quarantine_max"), (8, tuple(range(1, 10)), "quarantine_max")],
 )
 def test_what_may_not_be_quarantined_ends_the_job_with_its_name(most: int, samples: tuple[int, ...], why: str) -> None:
-    """By the script's wish, by the number that it allows, and where it leads to no new step."""
-    drive = job(max_restarts=9)
+    """By the script's wish, or by the number that it allows; within it a whole batch may be poison, with no new step between."""
+    drive = job(max_restarts=20)
     for index in samples:
         for _ in range(2):
             strike(drive, of(index, most=most))
@@ -140,6 +140,22 @@ def test_what_may_not_be_quarantined_ends_the_job_with_its_name(most: int, sampl
     rule = drive.facts(incidents.ActionChosen)[-1].rule
     assert rule.startswith(f"data.poison: sample {samples[-1]} of dataset 'train'")
     assert why in rule
+
+
+def test_a_run_that_has_never_made_a_step_ends_after_three_samples_in_a_row() -> None:
+    """A script that fails at every sample."""
+    drive = Drive(nodes_max=2, nproc=1, max_restarts=20)
+    for node in list(drive.state.nodes.nodes):
+        drive.observe(node, "running")
+        drive.join(node)
+    for member in drive.world.members:
+        drive.do(world.ReportStarted(member.node, drive.world.generation))
+    for index in (1, 2, 3, 4):
+        for _ in range(2):
+            strike(drive, of(index))
+    assert [one.sample for one in drive.facts(RangeQuarantined)] == [1, 2, 3]
+    assert drive.state.job.state == "failed"
+    assert "3 samples in a row" in drive.facts(incidents.ActionChosen)[-1].rule
 
 
 def test_a_consequence_of_another_failure_strikes_no_sample() -> None:

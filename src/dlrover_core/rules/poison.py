@@ -34,7 +34,8 @@ STRIKES_OF_OTHERS = 3
 """So often where a signal ended the worker that others send, too."""
 _OTHERS = ("exit.sigkill", "exit.sigterm")
 ROW_MAX = 3
-"""After so many samples in a row without a new step, the samples are not what is wrong."""
+"""So many samples in a row in a run that has never made a step: then the script fails at every sample, and ends soon. Once a step
+was made, the script works, and a whole batch may be damaged: only the dataset's bound counts."""
 TEXT_MAX = 500
 
 
@@ -51,8 +52,8 @@ class _Struck:
         self.before = min(before, key=lambda one: (one.to - one.first, -one.strikes), default=None)
         self.suspect = here._replace(strikes=1 + max((one.strikes for one in before), default=0))
 
-    def finding(self, row: int) -> tuple[str, str]:
-        """What follows, and why not something else. ``row``: as in `RangeQuarantined`."""
+    def finding(self, row: int, most: int) -> tuple[str, str]:
+        """What follows, and why not something else. ``row``: as in `RangeQuarantined`; ``most``: the longest one allowed."""
         now, before = self.suspect, self.before
         if before is None:
             return FIRST, ""
@@ -61,10 +62,10 @@ class _Struck:
             return (NARROWED if narrowed else STUCK), ""
         if now.strikes < (STRIKES_OF_OTHERS if now.signature in _OTHERS else STRIKES):
             return AGAIN, ""
-        why = self._forbidden(row)
+        why = self._forbidden(row, most)
         return (ENDS, why) if why else (QUARANTINED, "")
 
-    def _forbidden(self, row: int) -> str:
+    def _forbidden(self, row: int, most: int) -> str:
         """Why the sample may not be quarantined; empty: it may."""
         name, done = self.work.dataset, self._known.quarantined
         already = sum(1 for one in done if one.dataset == name)
@@ -78,8 +79,8 @@ class _Struck:
             return f"{count(already, 'sample')} of its dataset are quarantined (quarantine_max)"
         if len(done) >= QUARANTINED_MAX:
             return f"{QUARANTINED_MAX} samples are quarantined, which is the most"
-        if row > ROW_MAX:
-            return f"{ROW_MAX} samples in a row were quarantined, and no new step was made"
+        if row > most:
+            return f"{most} samples in a row were quarantined, and this run has not made a step"
         return ""
 
 
@@ -97,6 +98,11 @@ def _row(state: JobState, group: str) -> int:
     return done[-1].row + 1 if done and (cycles.stale or cycles.failure.early) else 1
 
 
+def _row_max(state: JobState, group: str) -> int:
+    """How long such a row may be."""
+    return QUARANTINED_MAX if state.incidents.of(group).stepped else ROW_MAX
+
+
 def may_be(verdict: str, signature: str) -> bool:
     """May a sample cause such a failure? Not one of hardware, network or platform, nor a consequence of another failure."""
     return verdict in (USER, SOFT, RES, DATA) or signature.startswith("exit.")
@@ -109,7 +115,7 @@ def finding(state: JobState, incident: incidents.Incident, exit_seq: int, verdic
     if hit is not None and hit.exit == exit_seq:
         return hit
     struck = _struck(state, incident, exit_seq) if may_be(verdict, signature) else None
-    return Hit(exit_seq, *struck.finding(_row(state, group))) if struck is not None else None
+    return Hit(exit_seq, *struck.finding(_row(state, group), _row_max(state, group))) if struck is not None else None
 
 
 def fresh(state: JobState, group: str, hit: Hit | None) -> bool:
@@ -118,7 +124,7 @@ def fresh(state: JobState, group: str, hit: Hit | None) -> bool:
         hit is not None
         and hit.finding == FIRST
         and bool(state.poison.of(group).quarantined)
-        and (_row(state, group) <= ROW_MAX)
+        and _row(state, group) <= _row_max(state, group)
     )
 
 
