@@ -527,3 +527,10 @@ def test_what_is_used_while_another_thread_draws_is_said_next(monkeypatch: pytes
     work.done()
     work.done()
     assert said == [(Span(0, 1),), (Span(2, 3),)]
+
+
+def test_how_an_order_is_read_is_part_of_the_terms() -> None:
+    """Positions of other chunks are other samples: one of two such workers is refused."""
+    words = [LeasedIndices("eval", size=100, fingerprint="f", **more).terms.fingerprint for more in ({}, {"chunk": 10})]
+    assert words[0] == "f"
+    assert words[1].startswith("chunk=10 window=")

@@ -301,3 +301,12 @@ def test_no_sample_is_none() -> None:
     """A fetch that returns nothing is told with its index, and no batch goes on with less."""
     with pytest.raises(SpecError, match="fetch: None for sample 1: return a sample, or raise an error"):
         list(Reader(Items([1, None, 3]), order="file").samples(0, 0, 3))
+
+
+def test_lengths_that_are_too_small_are_found() -> None:
+    """A row never has more tokens than it may. What is no sequence of tokens yet is not counted."""
+    rows = packed([[1] * 10, [2] * 10], 10, lengths=[5, 5])
+    with pytest.raises(SpecError, match="lengths: row 0 has 20 tokens, of at most 10"):
+        rows[0]
+    texts = packed(["a text", "another one"], 10, lengths=[5, 5], join=list)
+    assert sorted(texts[0]) == ["a text", "another one"]

@@ -346,3 +346,27 @@ def test_a_loop_left_within_a_step_begins_that_step_anew() -> None:
     assert [next(iter(loader)).tolist() for _ in range(2)] == [[0, 1], [0, 1]]
     whole = iter(loader)
     assert [next(whole).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+
+
+def test_two_threads_in_two_epochs_have_the_orders_of_theirs() -> None:
+    """One draws ahead while the other makes steps: what is kept may be the other's at any time, what is returned may not."""
+    data = dataset()
+
+    class Swapped:
+        """As if the other thread had put its order there between two looks."""
+
+        def __set_name__(self, owner: type, name: str) -> None:
+            pass
+
+        def __get__(self, of: Any, _: type) -> Order:
+            return of.__dict__["kept"]
+
+        def __set__(self, of: Any, found: Order) -> None:
+            if found.epoch == 0:
+                of.__dict__["kept"] = found
+
+    data.__dict__["kept"] = data.__dict__.pop("_order")
+    swapping = type("Swapping", (ElasticDataset,), {"_order": Swapped()})
+    data.__class__ = swapping
+    assert data._order_of(1).epoch == 1
+    assert data._order_of(0).epoch == 0

@@ -269,6 +269,8 @@ class LeasedIndices:
                 raise SpecError(field, f"{text!r}: give a text of {least} to {NAME_CHARS_MAX} characters")
         if size * epochs > POSITION_MAX:
             raise SpecError("epochs", f"{epochs} of {size} samples are more than 2**62 positions: give fewer")
+        if chunk > 1 and "chunk=" not in fingerprint:  # an `ElasticDataset` says it itself
+            fingerprint = f"chunk={chunk} window={window} {fingerprint}".strip()
         self.terms = Terms(name, size, seed & SEED_MASK, order, fingerprint, epochs, 0, assignment)
         self.shard, self._seed, self._read = shard, seed, (chunk, window)
         self._order = order_of(size, seed, 0, chunk=chunk, window=window, order=order)

@@ -57,6 +57,12 @@ class Packed:
         samples = [self.source[index] for index in self.members(row)]
         if self.long == CUT:
             samples = [one[: self.length] if len(one) > self.length else one for one in samples]
+        # What is no sequence of tokens yet, as a text is not, cannot be counted.
+        if all(isinstance(one, (list, tuple)) or getattr(one, "ndim", 0) == 1 for one in samples):
+            tokens = sum(map(len, samples))
+            if tokens > self.length:
+                message = f"row {row} has {tokens} tokens, of at most {self.length}: give each sample's own length"
+                raise SpecError("lengths", message)
         return self.join(samples)
 
     def fingerprint_at(self, size: int) -> str:

@@ -554,9 +554,11 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
 
     def _order_of(self, epoch: int) -> Order:
         size = self.size_of(epoch)
-        if (self._order.epoch, self._order.size) != (epoch, size):
-            self._order = order_of(size, self.seed, epoch, chunk=self.chunk, window=self.window, order=self.order)
-        return self._order
+        found = self._order  # a thread that draws ahead may be in another epoch, and put its own there
+        if (found.epoch, found.size) != (epoch, size):
+            found = order_of(size, self.seed, epoch, chunk=self.chunk, window=self.window, order=self.order)
+            self._order = found
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         """For a loader process, which belongs to no world: with the division, if it is known."""

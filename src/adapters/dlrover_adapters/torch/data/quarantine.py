@@ -49,10 +49,11 @@ class Left:
         if not indices:
             return ()
         order = self._order(epoch)
-        if self._at[:2] != (epoch, hash((indices, order.size))):
-            found = sorted(order.position(index) for index in indices if index < order.size)
-            self._at = epoch, hash((indices, order.size)), tuple(found)
-        return self._at[2]
+        at, key = self._at, (epoch, hash((indices, order.size)))  # another thread may be in another epoch
+        if at[:2] != key:
+            at = *key, tuple(sorted(order.position(index) for index in indices if index < order.size))
+            self._at = at
+        return at[2]
 
     def within(self, epoch: int, start: int, end: int) -> tuple[int, ...]:
         """Those from ``start`` to ``end``, exclusive."""
