@@ -151,6 +151,28 @@ def test_all_ranks_plan_the_same_in_the_same_step(monkeypatch: pytest.MonkeyPatc
         asked.clear()
 
 
+def test_no_quota_is_planned_before_the_slowest_loader_process_goes_by_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One process may be as far behind the loop as another is ahead of it, and the table has two quotas."""
+    asked: list[int] = []
+
+    def gathered(_mine: Any, size: int, _group: Any) -> list[Any]:
+        asked.append(balance._made)
+        return [((0.01, 0.03)[(rank + len(asked)) % 2], 1000.0, 50) for rank in range(size)]
+
+    monkeypatch.setattr(measured, "world", SimpleNamespace(gathered=gathered))
+    balance = Balance(division(12, 2, 2, 0), QuotaTable((6, 6)), None, lead=50)
+    monkeypatch.setattr(balance._watch, "step_s", lambda: 0.04)
+    for _ in range(300):
+        balance.drawn()
+        balance.forwarded(torch.zeros(()), 2)
+        balance.stepped()
+    assert asked[0] == 5
+    assert asked[1] >= 5 + 50 + 50
+    assert len(asked) >= 3
+
+
 def test_padding_is_not_measured() -> None:
     """A stand-in of weight zero says nothing of what a sample costs."""
     watch = Stopwatch()

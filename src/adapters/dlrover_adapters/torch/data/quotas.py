@@ -27,8 +27,8 @@ _NEVER = 2**62
 class QuotaTable:
     """The present quota of a loop and the next one, in memory that loader processes share. Steps count from the loop's first, 0.
 
-    A loader process plans no step before the present one, and none as far ahead as the next quota's first. So the row that the
-    next quota overwrites is one that nobody goes by any more, whatever is read of it meanwhile.
+    A loader process plans no step as far ahead as the next quota's first, and none further behind the loop than that. The next
+    quota is told that many steps after the present one has begun, so nobody goes by the row that it overwrites.
     """
 
     def __init__(self, quota: tuple[int, ...]) -> None:
@@ -93,7 +93,7 @@ class Balance:
         self._division, self._table, self._group, self._lead = division, table, group, lead
         self._costs, self._watch = Costs(), Stopwatch()
         self._accelerator = False
-        self._made, self._due, self._first = 0, FIRST_STEPS, 0
+        self._made, self._due, self._first, self._settled = 0, FIRST_STEPS, 0, 0
         self._began = time.perf_counter()
         self._samples = 0
 
@@ -119,7 +119,7 @@ class Balance:
         self._made, self._samples, self._began = self._made + 1, 0, now
         if self._made == self._first:  # what was measured is of the quota before
             self._costs.forget()
-        elif self._made >= max(self._due, self._first):
+        elif self._made >= max(self._due, self._settled):
             told = world.gathered(tuple(self._costs.told(self._lead)), self._division.world, self._group)
             self._plan([Told(*one) for one in told])
 
@@ -130,7 +130,9 @@ class Balance:
         better = balanced(present, [one.cost_s for one in told])
         if better == present:
             return
-        self._first = self._made + max(one.lead for one in told)
+        lead = max(one.lead for one in told)
+        self._first = self._made + lead
+        self._settled = self._first + lead  # a slow loader process is as far behind as another is ahead
         self._table.follow(self._first, better)
         if self._division.rank == 0:
             _log.info(
