@@ -21,6 +21,7 @@ from dlrover_backends.ray.lookout import KILL_WAIT_S, Lookout
 from dlrover_backends.ray.names import Run
 from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
 from dlrover_backends.ray.seating import GRACE_S
+from dlrover_core.runtime.backend import Observation
 
 
 class ActorUnavailableError(Exception):
@@ -322,3 +323,19 @@ def test_how_long_the_desk_rests(
 
     asyncio.run(told())
     assert rests == [rest_s]
+
+
+def test_a_deadline_that_moves_is_told_and_time_that_passes_is_not() -> None:
+    """To a later moment, and to a sooner one: a host that is drained is pre-empted."""
+    before = Observation("n", "running", host="h", notice="Ray drains h", notice_us=600_000_000)
+    for left_s, elapsed_s, news in (
+        (590, 10, False),
+        (598.5, 0.5, False),
+        (30, 10, True),
+        (900, 10, True),
+        (0, 10, True),
+        (0.000001, 700, False),
+    ):
+        now = before._replace(notice_us=int(left_s * 1e6))
+        assert module._is_news(before, now, int(elapsed_s * 1e6)) is news, (left_s, elapsed_s)
+    assert module._is_news(before._replace(notice_us=0), before, 0)

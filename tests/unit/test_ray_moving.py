@@ -59,6 +59,7 @@ def scheduler_of(store: Tables, monkeypatch: pytest.MonkeyPatch, places: list[st
     monkeypatch.setattr(masters, "_make", scheduler.make)
     monkeypatch.setattr(masters, "_kill", scheduler.kill)
     monkeypatch.setattr(masters, "LOOK_S", 0.0)
+    monkeypatch.setattr(private, "draining", dict)
     masters.claim(JOB, "r1", "t")
     return scheduler
 
@@ -78,6 +79,17 @@ def test_masters_keepers_move_to_their_hosts(
     masters.settle(Plan(JOB, "r1", (), "t", keepers=2), wanted)
     assert {one.host_id for one in store.actors} == {"a", "b"}
     assert next(scheduler.pids) == 3 + ends, "a keeper that is where it should be stays"
+
+
+def test_no_keeper_is_meant_for_a_host_that_is_drained(store: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would place it elsewhere, and it would be moved in vain. Where all are drained they are taken all the same."""
+    for drained, hosts in (({"b": 1}, [(0, "a"), (1, "a")]), ({"a": 1, "b": 1}, [(0, "b"), (1, "a")])):
+        scheduler = scheduler_of(store, monkeypatch, ["a", "a"])
+        monkeypatch.setattr(private, "draining", lambda drained=drained: drained)
+        masters.settle(plan := Plan(JOB, "r1", (), "t", keepers=2), masters.keep(plan))
+        assert scheduler.made == hosts
+        store.actors.clear()
+        masters.release(JOB, "r1")
 
 
 @pytest.mark.parametrize("faults", [["before"] * 3, ["after"]], ids=["it was not done", "it was done"])
@@ -168,6 +180,7 @@ def test_a_keeper_is_not_moved_to_a_host_that_is_gone(store: Tables, monkeypatch
     monkeypatch.setitem(sys.modules, "ray", ray)
     scheduler = Scheduler(store, ["b"])
     monkeypatch.setattr(masters, "_make", scheduler.make)
+    monkeypatch.setattr(private, "draining", dict)
     masters.claim(JOB, "r1", "t")
     store.actors.append(Actor("id-0", mastery.called(JOB, "r1", 0), SPACE, host_id="b", pid=99))
     wanted = masters.keep(Plan(JOB, "r1", (), "t", keepers=2))

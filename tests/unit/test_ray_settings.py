@@ -48,6 +48,8 @@ def test_resources() -> None:
         ("resources=CPU%3D0.00001", "CPU='0.00001': Ray gives parts from 0.0001; write CPU=0.0001, more or 0"),
         ("resources=memory%3D64X", "memory=64G"),
         ("resources=CPU%3D1%2Ccpu%3D2", "stands twice"),
+        ("resources=CPU%3D0%2CGPU%3D0", "nothing but 0"),
+        ("label=ray.io/node-id%3Din(a)", "keeps its nodes off hosts by ray.io/node-id"),
         ("label=zone", "KEY=SELECTOR"),
         ("label=z%3Da%3Bz%3Db", "stands twice"),
         ("speed=1", "there is no 'speed'"),

@@ -121,9 +121,10 @@ async def _answering(record: Record, ca: str) -> str:
         return standing_by
     if untrusted is not None:
         raise untrusted
-    raise ConnectionLost(
-        f"no master of job {record.job!r} answers: {why}; its nodes go on, and the cluster starts another one"
-    )
+    then = "the cluster starts another one"
+    if record.driver and not record.addresses:
+        then = f"none is kept in the cluster yet: if its command is dead, dlrover ray rm {record.job} removes them"
+    raise ConnectionLost(f"no master of job {record.job!r} answers: {why}; its nodes go on, and {then}")
 
 
 def _say_over(record: Record) -> int:

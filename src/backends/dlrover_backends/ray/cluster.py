@@ -28,7 +28,6 @@ from dlrover_backends.ray.seating import RETIRED, Seating
 from dlrover_backends.shared.asking import StaleToken
 from dlrover_core.errors import CoreError
 
-NODE_ID = "ray.io/node-id"
 CLEAR_S, CLEAR_LOOK_S = 20.0, 0.1
 CLEAR_GRACE_S = 2.0
 """An agent that is asked removes its own folder; one that is killed leaves it to the next agent on its host."""
@@ -229,7 +228,7 @@ class Cluster:
             or one["NodeID"] in self.ended
             or one["NodeID"] in without
         ]
-        return {**order.labels, NODE_ID: f"!in({','.join(avoided)})"} if avoided else order.labels
+        return {**order.labels, settings.NODE_ID: f"!in({','.join(avoided)})"} if avoided else order.labels
 
     def _has_actor(self, name: str) -> bool:
         """Is there an actor of that name, a living or a dead one?"""

@@ -57,6 +57,8 @@ class Lookout:
         """The graces of deleted nodes that are heeded already. Other desks' orders are read from the cluster alone."""
         self._unplaced: dict[str, float] = {}
         """When actors without a process were seen first whose place stood already, or was gone, by their ids."""
+        self._looked_s = time.time()
+        """When the newest look was, by the wall clock, by which Ray dates drains."""
         self._given_up: dict[str, str] = {}
         """Why this desk has killed actors that Ray did not start, by their ids."""
         self._lock, self._wake = asyncio.Lock(), asyncio.Event()
@@ -117,17 +119,19 @@ class Lookout:
         """
         async with self._lock:
             seen, deleted = await asyncio.to_thread(self._seen, anew)
+            wall_s = time.time()
+            elapsed_us, self._looked_s = int((wall_s - self._looked_s) * 1e6), wall_s
             nodes: dict[str, Observation] = {}
             for name, actor in seen.actors.items():
                 if name in deleted and actor.is_dead:
                     continue
                 group = seen.groups.get(self._cluster.run.group(actor.called))
-                one = endings.observation(actor, seen, group, self._places[name], time.time())
+                one = endings.observation(actor, seen, group, self._places[name], wall_s)
                 given_up = self._given_up.get(actor.id, "") if actor.is_dead else ""
                 nodes[name] = one._replace(reason=given_up) if given_up else one
             before, self._nodes, self.seen = self._nodes, nodes, seen
             for name, node in nodes.items():
-                if name not in before or _is_news(before[name], node):
+                if name not in before or _is_news(before[name], node, elapsed_us):
                     self._tell(node)
             for name in before.keys() - nodes.keys():
                 self._tell(Observation(name, "gone", host=before[name].host))
@@ -251,9 +255,10 @@ class Lookout:
                 self._loop.call_soon_threadsafe(self._wake.set)
 
 
-def _is_news(before: Observation, now: Observation) -> bool:
-    """Differs more than time alone makes them differ?"""
+def _is_news(before: Observation, now: Observation, elapsed_us: int) -> bool:
+    """Differs more than so many microseconds alone make them differ?"""
     if before._replace(notice_us=0, age_us=0) != now._replace(notice_us=0, age_us=0):
         return True
-    # A deadline comes nearer by itself. One that was moved is news.
-    return bool(before.notice_us) != bool(now.notice_us) or now.notice_us > before.notice_us + NOTICE_SLACK_US
+    # A deadline comes nearer by itself. One that was moved is news, to a later or to a sooner moment.
+    expected = max(1, before.notice_us - elapsed_us) if before.notice_us else 0
+    return bool(expected) != bool(now.notice_us) or abs(now.notice_us - expected) > NOTICE_SLACK_US

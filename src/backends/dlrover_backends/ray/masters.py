@@ -155,7 +155,9 @@ def keep(plan: Plan) -> dict[str, str]:
     import ray
 
     there = {one.name: one.host_id for one in alive(plan.job, plan.run)}
-    hosts = [one["NodeID"] for one in ray.nodes() if one["Alive"]]
+    alive_ids = [one["NodeID"] for one in ray.nodes() if one["Alive"]]
+    staying = _staying()  # Ray places nothing on the others
+    hosts = [one for one in alive_ids if one in staying] or alive_ids
     own = ray.get_runtime_context().get_node_id()
     # The driver's host comes last: its masters, or those that wait for its death, are there already.
     hosts.sort(key=lambda one: (one in there.values(), one == own))
@@ -203,8 +205,6 @@ def _is_settled(plan: Plan, wanted: Mapping[str, str], moving: dict[str, str], *
     ``moving``: the names of keepers that were ended, and are to be made again, with the ids of those that were ended. What Ray
     raises may come after Ray has done what was asked; so each step begins with what the cluster's table says.
     """
-    import ray
-
     living = {one.name: one for one in alive(plan.job, plan.run)}
     for name in [one for one, ended in moving.items() if one in living and living[one].id != ended]:
         del moving[name]
@@ -214,7 +214,7 @@ def _is_settled(plan: Plan, wanted: Mapping[str, str], moving: dict[str, str], *
     for name in gone:
         _make(plan, int(name.rpartition("#")[2]), wanted[name])
         del moving[name]
-    hosts = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+    hosts = _staying()
     placed = [(living[one], host) for one, host in wanted.items() if one in living and host in hosts]
     elsewhere = [one for one, host in placed if one.host_id != host]
     for one in elsewhere:

@@ -22,6 +22,8 @@ EVENTS = "RAY_SCHEDULER_EVENTS"
 """With ``0`` Ray's library prints no words of its autoscaler, which are about all jobs of the cluster. Read at its import."""
 VARIABLE, AUTO = "RAY_ADDRESS", "auto"
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+NODE_ID = "ray.io/node-id"
+"""The label of a host's id, by which nodes are kept off hosts."""
 PART_MIN = 0.0001
 """Ray counts resources in this unit."""
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):([0-9]{1,5})")
@@ -114,6 +116,10 @@ def resources_of(text: str) -> dict[str, float]:
                 FIELD, f"resources={text!r}: {name}={value!r}: Ray gives parts only of one; write a whole number"
             )
         found[name] = amount
+    if found and not any(found.values()):
+        raise SpecError(
+            FIELD, f"resources={text!r}: nothing but 0: Ray places nothing without a resource; write CPU={PART_MIN:g}"
+        )
     return found
 
 
@@ -125,6 +131,11 @@ def labels_of(texts: tuple[str, ...]) -> dict[str, str]:
         if not equals or not key or not selector:
             raise SpecError(
                 FIELD, f"label={one!r} is not KEY=SELECTOR; write zone=a, zone=in(a,b), zone=!a or zone=!in(a,b)"
+            )
+        if key == NODE_ID:
+            raise SpecError(
+                FIELD,
+                f"label={one!r}: the job itself keeps its nodes off hosts by {key}; give the hosts a label of your own",
             )
         if key in found:
             raise SpecError(FIELD, f"label={one!r}: {key} stands twice; one selector may name several values: in(a,b)")
