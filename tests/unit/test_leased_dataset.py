@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,64 @@ def test_persistent_loader_processes_begin_anew(monkeypatch: pytest.MonkeyPatch)
     assert next(iter(data)).start == 0
     assert [one.start for one in data] == [0, 2]
     assert hung_up == ["eval"]
+
+
+class Processes:
+    """A loader whose processes draw what the agent hands out when they begin."""
+
+    num_workers = 2
+
+    def __init__(self, free: list[Span]) -> None:
+        self.free = free
+
+    def __iter__(self) -> Iterator[Lent]:
+        for span in self.free:
+            yield Lent(list(range(*span)), *span, 6)
+
+
+@pytest.mark.parametrize("lineage", ["server", "model"])
+def test_loader_processes_get_the_rest_of_a_shard_that_a_loop_left(
+    monkeypatch: pytest.MonkeyPatch, lineage: str
+) -> None:
+    """The script's process gives it back before they begin, after it has said what was used: nobody else could use it."""
+    line = agent(monkeypatch, Span(0, 6), None)
+    data, free, used = looked_at(lineage), list[Span](), list[Span]()
+
+    def hang_up(_name: str) -> None:
+        used.extend(line.used)
+        free.append(Span(2, 6))
+
+    monkeypatch.setattr(leases, "hang_up", hang_up)
+    assert list(data.over(Processes(free))) == [[2, 3, 4, 5]]
+    assert used == [(0, 2)]
+    assert [*line.used, *line.claimed] == [(0, 2), (2, 6)]
+    assert list(data) == []
+
+
+@pytest.mark.parametrize("lineage", ["server", "model"])
+def test_a_forked_process_has_nothing_of_its_parent(monkeypatch: pytest.MonkeyPatch, lineage: str) -> None:
+    """Neither what its parent put back, nor what it used, nor what a loop of it has in hand."""
+    line = agent(monkeypatch, Span(0, 6), Span(6, 10), Span(10, 12), None)
+    data = looked_at(lineage, epochs=2)
+    list(data.over(type("Here", (), {"num_workers": 0, "__iter__": lambda _: iter(())})()))
+    again = iter(data)
+    assert [next(again).tolist() for _ in range(3)] == [[2, 3], [4, 5], [6, 7]]
+    data._leased.work.put_back(Span(12, 14))
+    before = list(line.used)
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    monkeypatch.setattr("dlrover_adapters.torch.data.dataset.get_worker_info", lambda: True)
+    again.close()
+    assert [(one.start, one.end) for one in data] == [(10, 12)]
+    assert line.used == before
+
+
+def looked_at(lineage: str, **more: Any) -> ElasticDataset:
+    """A dataset whose first batch was taken by a loop that broke off."""
+    data = dataset(shard=6, lineage=lineage, **more)
+    if lineage == "model":
+        data._leased.go_on((0, 0), Ranges(), first=True)
+    assert next(iter(data)).tolist() == [0, 1]
+    return data
 
 
 # ---- with a model that is restored

@@ -278,9 +278,11 @@ class LeasedIndices:
         self._left: list[Span] = []
         self._current: Span | None = None
         self._saying = threading.Lock()  # one thread may draw ahead while another one uses
+        self._pid = os.getpid()
 
     def draw(self, within_s: float = WAIT_S) -> Shard | Wait | None:
         """The next shard; `Wait`: there is none now; None: all of the data were used. Shards before it count only by `used`."""
+        self._as_this_process()
         line = self._line()
         with self._saying:
             # Whatever is interrupted here is drawn again: no shard stays with a process that does not know of it.
@@ -300,6 +302,7 @@ class LeasedIndices:
 
     def used(self, span: Span) -> None:
         """These positions were used; it is said with the next draw, or by `done`."""
+        self._as_this_process()
         self._used.append(span)
 
     def claim(self, span: Span, holder: int) -> bool:
@@ -324,8 +327,22 @@ class LeasedIndices:
 
     def put_back(self, span: Span) -> None:
         """These positions of a shard were not used; the next draw here gets them."""
+        self._as_this_process()
         if span.start < span.end:
             self._left.append(span)
+
+    @property
+    def left(self) -> bool:
+        """Does this process hold positions that it has put back?"""
+        self._as_this_process()
+        return bool(self._left)
+
+    def _as_this_process(self) -> None:
+        # A forked process draws under a session of its own: what its parent holds is its parent's alone.
+        if self._pid != os.getpid():
+            self._left, self._used, self._current = [], [], None
+            self._saying = threading.Lock()  # a thread of the parent may have held it
+            self._pid = os.getpid()
 
     def begin_anew(self) -> None:
         """Give up all of this dataset that this process has drawn and not said to be used."""
@@ -335,6 +352,7 @@ class LeasedIndices:
 
     def done(self) -> None:
         """Say now what was used, the present shard of a loop too."""
+        self._as_this_process()
         self._count_current()
         with self._saying:
             used = tuple(self._used)
@@ -344,6 +362,7 @@ class LeasedIndices:
 
     def __iter__(self) -> Iterator[Shard]:
         """Shards, each used when the next one is asked for."""
+        self._as_this_process()
         while True:
             self._count_current()
             shard = self.waited()
@@ -388,6 +407,7 @@ class LeasedIndices:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._saying = threading.Lock()
+        self._pid = os.getpid()
 
 
 def _check(name: str, field: str, value: Any, least: int) -> None:

@@ -214,6 +214,9 @@ class Leased:
         self._pauses = pauses
         self._counted = True
         self.done()
+        if self.work.left and getattr(loader, "num_workers", None) != 0:
+            # An earlier loop ended within a shard. Loader processes draw for themselves, so the rest would stay here for ever.
+            self.work.begin_anew()
         began = told = time.monotonic()
         for one in loader:
             if not isinstance(one, Lent):  # made in this process, by `here`
@@ -236,7 +239,7 @@ class Leased:
 
     def _batches(self, shard: Shard) -> Iterator[tuple[Span, Any]]:
         """Without samples that are quarantined; a suspected range is divided at its middle."""
-        before, start = shard.epoch * self._of.size, shard.span.start
+        before, start, pid = shard.epoch * self._of.size, shard.span.start, os.getpid()
         first, end, left = start - before, shard.span.end - before, self._of.left
         try:
             cuts = sorted({*range(first, end, self.micro_batch), *left.cuts(shard.epoch, first, end)})
@@ -250,7 +253,8 @@ class Leased:
                 start = span.end
                 yield span, batch
         finally:
-            self.work.put_back(Span(start, shard.span.end))
+            if pid == os.getpid():  # a forked process ends copies of its parent's loops
+                self.work.put_back(Span(start, shard.span.end))
 
 
 class Leasable(Protocol):
