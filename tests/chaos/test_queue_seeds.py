@@ -45,6 +45,7 @@ PLANTED = [
 """A bug, a seed that finds it (the first ones, or the one that takes least time), and as what it is found."""
 
 
+@pytest.mark.slow_loop(reason="the test itself reads and folds both histories in one callback")
 @pytest.mark.parametrize("block", range(0, len(SMOKE), 5))
 def test_two_jobs_on_too_few_hosts_both_end_well(block: int) -> None:
     """Neither job holds what the other one waits for for ever, whatever befalls them."""
