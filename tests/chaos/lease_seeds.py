@@ -84,7 +84,7 @@ class Play:
 
     @property
     def orders(self) -> Mapping[str, Order]:
-        """What nodes should do, by name; asked anew after an event alone, because nothing else changes it."""
+        """What nodes should do, by name. Only an event changes it, so it is worked out anew after events alone."""
         if self._desired is None or self._desired[0] != self._moment:
             self._desired = self._moment, desired(self.drive.state).orders
         return self._desired[1]
@@ -184,7 +184,7 @@ class ModelPlay(Play):
             keeping = self.drive.members[0], world.generation, "file:///ckpt", 1, 1, 0, self.planned, 0
             self.drive.do(ReportKeeping(*keeping))
         elif not world.active and self.ticks % STORELESS_TICKS == 0 and self.nodes:
-            # A world that ended at once has used up its nodes' stores; agents make others.
+            # A world that ended at once used its nodes' stores up. Real agents offer new ones.
             for name in sorted(self.nodes):
                 self.drive.offer(name)
         if self.random.random() < 0.1:

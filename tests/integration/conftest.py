@@ -36,7 +36,7 @@ BUSY_ETCDS = ("test_cli_etcd", "test_etcd_chaos_masters")  # whole jobs beside a
 
 
 MARKS_ALONE = "pytest.mark.alone("
-"""What a module says whose tests, some or all, must be alone: others are not even imported when only those are run."""
+"""A module with tests that must be alone contains this text. A run of such tests imports no other module."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -46,7 +46,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if MARKS_ALONE not in collection_path.read_text() else None
 
 
-# What computes for longest: begun last, each would have a core to itself at the end, and leave the other one idle.
+# These compute for longest. They begin first, so that no core is idle at the end while the other one finishes them.
 LONGEST = ("test_own_objects", "test_zygote")
 
 
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     for path in {item.path for item in items if item.get_closest_marker("alone")}:
         if MARKS_ALONE not in path.read_text():
-            raise pytest.UsageError(f"{path}: its tests must be alone, and it does not say {MARKS_ALONE!r} itself")
+            raise pytest.UsageError(f"{path}: some of its tests must be alone; write {MARKS_ALONE!r} in this file")
     if config.pluginmanager.hasplugin("xdist"):
         items.sort(key=lambda item: item.path.stem not in LONGEST)
     for item in items if config.pluginmanager.hasplugin("xdist") else ():

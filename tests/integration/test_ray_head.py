@@ -25,7 +25,7 @@ ON_DISK = (2, 60)
 """The first Ray whose state service may keep its state in files."""
 AWAY_S = 20.0
 DESK_SHARE = 0.2
-"""Of a core. Threads that ask without a pause take as much as they get; the desk's own questions, some hundredths."""
+"""The desk may use so much of a core. It needs some hundredths; Ray's threads without a pause took all that was free."""
 QUICK = ("--bind", "127.0.0.1", "--set", "stop_grace_s=5", "--nnodes", "2")
 
 

@@ -491,6 +491,7 @@ def test_fields_out_of_bounds(field: str, value: Any) -> None:
     [
         ({"name": ""}, "name: '': give a text of 1 to 128"),
         ({"fingerprint": "f" * 129}, "fingerprint: .*give a text of 0 to 128"),
+        ({"fingerprint": "f" * 120, "chunk": 2}, "fingerprint: 'chunk=2 window=.*give a text of 0 to 128"),
         ({"size": 2**40, "epochs": 2**23}, r"epochs: 8388608 of 1099511627776 samples are more than 2\*\*62"),
     ],
 )

@@ -101,7 +101,7 @@ def test_what_cannot_be(more: dict[str, Any], words: str) -> None:
 
 
 def test_a_stream_is_not_leased(tmp_path: Path) -> None:
-    """It has no end, so nobody could say what is left of it: both ways to ask for it are refused."""
+    """A stream has no size to be divided, so `ElasticDataset.of` and `ElasticStream` refuse ``assign="lease"``."""
     (tmp_path / "a.jsonl").write_text("1\n")
     followed = Followed(FolderStream(tmp_path, kind="jsonl"))
     with pytest.raises(SpecError, match="'clicks': a stream has no size to be divided; leave assign= out"):

@@ -34,8 +34,8 @@ STRIKES_OF_OTHERS = 3
 """So often where a signal ended the worker that others send, too."""
 _OTHERS = ("exit.sigkill", "exit.sigterm")
 ROW_MAX = 3
-"""So many samples in a row in a run that has never made a step: then the script fails at every sample, and ends soon. Once a step
-was made, the script works, and a whole batch may be damaged: only the dataset's bound counts."""
+"""A run that has made no step may quarantine so many samples in a row. With more, the script probably fails at every sample. Once
+it has made a step, a whole batch may be damaged, and only the dataset's own bound counts."""
 TEXT_MAX = 500
 
 
@@ -53,7 +53,10 @@ class _Struck:
         self.suspect = here._replace(strikes=1 + max((one.strikes for one in before), default=0))
 
     def finding(self, row: int, most: int) -> tuple[str, str]:
-        """What follows, and why not something else. ``row``: as in `RangeQuarantined`; ``most``: the longest one allowed."""
+        """What follows from the failure, and why the sample may not be quarantined, if so.
+
+        ``row``: samples in a row, as in `RangeQuarantined`. ``most``: how many may follow one another.
+        """
         now, before = self.suspect, self.before
         if before is None:
             return FIRST, ""

@@ -264,13 +264,14 @@ class LeasedIndices:
     ) -> None:
         for field, value, least in (("size", size, 1), ("epochs", epochs, 0), ("shard", shard, 1)):
             _check(name, field, value, least)
+        read = f"chunk={chunk} window={window}"
+        if chunk > 1 and read not in fingerprint:  # an `ElasticDataset` has said it already
+            fingerprint = f"{read} {fingerprint}".strip()
         for field, text, least in (("name", name, 1), ("fingerprint", fingerprint, 0)):
             if not least <= len(text) <= NAME_CHARS_MAX:
                 raise SpecError(field, f"{text!r}: give a text of {least} to {NAME_CHARS_MAX} characters")
         if size * epochs > POSITION_MAX:
             raise SpecError("epochs", f"{epochs} of {size} samples are more than 2**62 positions: give fewer")
-        if chunk > 1 and "chunk=" not in fingerprint:  # an `ElasticDataset` says it itself
-            fingerprint = f"chunk={chunk} window={window} {fingerprint}".strip()
         self.terms = Terms(name, size, seed & SEED_MASK, order, fingerprint, epochs, 0, assignment)
         self.shard, self._seed, self._read = shard, seed, (chunk, window)
         self._order = order_of(size, seed, 0, chunk=chunk, window=window, order=order)

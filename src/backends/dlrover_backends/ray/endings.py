@@ -26,7 +26,7 @@ PREEMPTED = "AUTOSCALER_DRAIN_PREEMPTED"
 ENDED_ON_PURPOSE = frozenset({"EXPECTED_TERMINATION", "AUTOSCALER_DRAIN_IDLE"})
 OUT_OF_MEMORY = "NODE_OUT_OF_MEMORY"
 NOT_STARTED = "NOT_STARTED"
-"""Our own word: Ray says no more than that somebody killed the actor."""
+"""A word of ours. Ray says only that somebody killed the actor."""
 
 
 def observation(actor: Actor, seen: Snapshot, group: Group | None, place: Place, wall_s: float) -> Observation:
@@ -66,8 +66,8 @@ def ending(cause: Mapping[str, Any]) -> tuple[str, int, str]:
 
 
 def given_up(waits_s: float) -> str:
-    """The reason of a node whose actor Ray did not start within so many seconds, so that we have killed it."""
-    return f"{NOT_STARTED}: Ray did not start the actor within {waits_s:.0f} s, though its place stood or was gone"
+    """Why a node ended: Ray did not start its actor within so many seconds, and the desk killed the actor."""
+    return f"{NOT_STARTED}: Ray did not start the actor within {waits_s:.0f} s, and did not wait for room either"
 
 
 def _died(context: Mapping[str, Any]) -> tuple[str, int, str]:

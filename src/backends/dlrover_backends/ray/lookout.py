@@ -58,7 +58,7 @@ class Lookout:
         self._unplaced: dict[str, float] = {}
         """When actors without a process were seen first whose place stood already, or was gone, by their ids."""
         self._looked_s = time.time()
-        """When the newest look was, by the wall clock, by which Ray dates drains."""
+        """When the newest look was. By the wall clock, because Ray dates drains by it."""
         self._given_up: dict[str, str] = {}
         """Why this desk has killed actors that Ray did not start, by their ids."""
         self._lock, self._wake = asyncio.Lock(), asyncio.Event()
@@ -256,9 +256,9 @@ class Lookout:
 
 
 def _is_news(before: Observation, now: Observation, elapsed_us: int) -> bool:
-    """Differs more than so many microseconds alone make them differ?"""
+    """Has anything changed, apart from what ``elapsed_us`` microseconds change by themselves?"""
     if before._replace(notice_us=0, age_us=0) != now._replace(notice_us=0, age_us=0):
         return True
-    # A deadline comes nearer by itself. One that was moved is news, to a later or to a sooner moment.
+    # The time left until a deadline shrinks by itself. A deadline that was moved is news, whether it is later now or sooner.
     expected = max(1, before.notice_us - elapsed_us) if before.notice_us else 0
     return bool(expected) != bool(now.notice_us) or abs(now.notice_us - expected) > NOTICE_SLACK_US

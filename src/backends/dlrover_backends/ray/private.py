@@ -18,7 +18,7 @@ _SPACE = "dlrover"
 """The namespace of our keys in the cluster's key-value store."""
 _POLL_S, _CALL_S = 60.0, 10.0
 _PAUSE_S = 0.5
-"""A driver's threads ask a state service that is away so often."""
+"""A driver's thread waits so long before it asks again a state service that did not answer."""
 _FORGOTTEN_S = 240.0
 """The state service forgets a subscriber that has not asked for 300 s, and says nothing when it asks again."""
 
@@ -69,10 +69,10 @@ _SUBSCRIBERS = ("GcsLogSubscriber", "GcsErrorSubscriber")
 
 @contextlib.contextmanager
 def patient() -> Iterator[None]:
-    """A driver that connects in here waits for a state service that is away; Ray's own would keep a core busy.
+    """A driver that connects within this block pauses between questions to a state service that is away.
 
-    Two threads of a driver ask the service for what workers print and for errors. While it is away each question fails at once,
-    and the threads ask the next one at once.
+    Two threads of a driver ask the service, one for what workers print and one for errors. While the service is away each
+    question fails at once. Ray's own threads then ask again at once, and keep a core busy.
     """
     from ray import _raylet
     from ray._private import worker
@@ -86,12 +86,13 @@ def patient() -> Iterator[None]:
 
 
 def waiting(subscriber: type[Any], stopped: threading.Event) -> type[Any]:
-    """The same subscriber, which waits for a moment where it was told nothing; not longer than until ``stopped``."""
+    """The same class, whose `poll` pauses after an empty answer, until ``stopped`` at the longest."""
 
     class Waiting(subscriber):  # type: ignore[misc]  # a class of Ray's, compiled
         def poll(self, timeout: float | None = None) -> Any:
             told = super().poll(timeout)
-            # One answers with a page of lines, the other with a key and what is told of it. Both are empty where nobody answers.
+            # The logs' subscriber returns a mapping with lines, the errors' subscriber a pair. Without an answer the lines are
+            # empty, and the pair's second part is None.
             page = told[-1] if isinstance(told, tuple) else (told or {}).get("lines")
             if not page:
                 stopped.wait(_PAUSE_S)

@@ -215,7 +215,7 @@ class Leased:
         self._counted = True
         self.done()
         if self.work.left and getattr(loader, "num_workers", None) != 0:
-            # An earlier loop ended within a shard. Loader processes draw for themselves, so the rest would stay here for ever.
+            # An earlier loop ended within a shard. Loader processes cannot use its rest, so the agent leases it again.
             self.work.begin_anew()
         began = told = time.monotonic()
         for one in loader:

@@ -27,8 +27,9 @@ _NEVER = 2**62
 class QuotaTable:
     """The present quota of a loop and the next one, in memory that loader processes share. Steps count from the loop's first, 0.
 
-    A loader process plans no step as far ahead as the next quota's first, and none further behind the loop than that. The next
-    quota is told that many steps after the present one has begun, so nobody goes by the row that it overwrites.
+    Loader processes plan steps ahead of the loop, at most as many as `lead_of` says, and a slow one may be as many steps behind.
+    A quota begins that many steps after it was planned. The next one is planned that many steps later still, so no process needs
+    the row that it overwrites.
     """
 
     def __init__(self, quota: tuple[int, ...]) -> None:
@@ -132,7 +133,7 @@ class Balance:
             return
         lead = max(one.lead for one in told)
         self._first = self._made + lead
-        self._settled = self._first + lead  # a slow loader process is as far behind as another is ahead
+        self._settled = self._first + lead  # a slow loader process may be that far behind
         self._table.follow(self._first, better)
         if self._division.rank == 0:
             _log.info(
