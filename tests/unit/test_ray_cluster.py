@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from dlrover_backends.ray import private
+from dlrover_backends.ray.desk import Desk
 from dlrover_backends.ray.names import Run
 from dlrover_backends.ray.records import Actor, Group
 from dlrover_backends.shared.asking import StaleToken
@@ -32,6 +37,10 @@ class Ray:
         self.removed: list[str] = []
         self.on_pause: Callable[[], None] | None = None
         """What another desk does while this one waits."""
+        self.reads: list[str] = []
+        """The tables that were read whole."""
+        self.told: list[str] = []
+        """Whose keeper was told to end."""
 
     def put(self, key: str, value: bytes, *, overwrite: bool = True) -> bool:
         """As `private.put`."""
@@ -61,6 +70,19 @@ class Ray:
             raise ValueError(f"The name {order.name} (namespace={RUN.space}) is already taken.")
         self.actors.append(Actor(f"a{len(self.actors)}", order.name, RUN.space, host_id=group))
 
+    def get_actor(self, name: str, **_: object) -> Any:
+        """As Ray's."""
+        if not any(one.name == name and not one.is_dead for one in self.actors):
+            raise ValueError(f"Failed to look up actor with name '{name}'")
+        handle = MagicMock()
+        handle.stop.remote = lambda _: self.told.append(name)
+        return handle
+
+    def read(self, table: str, rows: Iterable[Any]) -> list[Any]:
+        """All of a table."""
+        self.reads.append(table)
+        return list(rows)
+
     def pause(self, _: float) -> None:
         """As ``time.sleep``."""
         if self.on_pause is not None:
@@ -75,20 +97,94 @@ def made_ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     monkeypatch.setattr(private, "put", ray.put)
     monkeypatch.setattr(private, "keys", lambda prefix: [one for one in ray.store if one.startswith(prefix)])
     monkeypatch.setattr(private, "remove", lambda key: ray.store.pop(key, None))
-    monkeypatch.setattr(private, "actors", lambda _: list(ray.actors))
-    monkeypatch.setattr(cluster, "groups", lambda prefix: [one for one in ray.groups if one.name.startswith(prefix)])
+    monkeypatch.setattr(private, "actors", lambda _: ray.read("actors", ray.actors))
+    monkeypatch.setattr(private, "draining", dict)
+    monkeypatch.setattr(
+        cluster,
+        "groups",
+        lambda prefix: ray.read("groups", (one for one in ray.groups if one.name.startswith(prefix))),
+    )
     monkeypatch.setattr(cluster, "placement_group", ray.make_group)
     monkeypatch.setattr(cluster, "remove_placement_group", ray.remove_group)
     monkeypatch.setattr(cluster, "PlacementGroup", lambda key: key)
     monkeypatch.setattr(cluster.ray, "PlacementGroupID", bytes.hex)
-    monkeypatch.setattr(cluster.ray, "nodes", list)
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: ray.read("hosts", ()))
+    monkeypatch.setattr(cluster.ray, "get_actor", ray.get_actor)
     monkeypatch.setattr(cluster.time, "sleep", ray.pause)
     monkeypatch.setattr(Cluster, "_keeper", lambda _, *words: ray.make_actor(*words))
     return ray
 
 
+@pytest.mark.parametrize("followed", [True, False])
+def test_orders_read_no_table(ray: Ray, *, followed: bool) -> None:
+    """However many nodes are launched and ended: the list of all actors, dead ones too, may take a second in a large cluster.
+
+    Where nothing is published the list of hosts is read for each launch.
+    """
+    nodes = [f"j-worker-{rank}-0" for rank in range(40)]
+
+    async def told() -> None:
+        run = Cluster(RUN)
+        desk = Desk(run, Path("unused"))
+        if followed:
+            run.tables.follow()
+        await desk._lookout.look()
+        for name in nodes:
+            assert await desk._launch(1, ORDER._replace(name=name)._asdict(), {}) == ("done", None)
+        begun = Counter(ray.reads)
+        assert begun == {"actors": 1, "groups": 1, "hosts": 1 if followed else 1 + len(nodes)}
+        for one in ray.actors:
+            run.tables.changed(one)
+        await desk._lookout.look(anew=False)
+        lists = Counter(ray.reads)
+        for name in nodes:
+            await desk._delete(1, name, 5.0)
+        assert Counter(ray.reads) == lists, "each of them was seen to run"
+        assert ray.told == nodes
+        for rank, one in enumerate(ray.actors):
+            ray.actors[rank] = one._replace(state="DEAD")
+            run.tables.changed(ray.actors[rank])
+        await desk._lookout.look(anew=False)
+        for name in nodes:
+            await desk._delete(1, name, 5.0)
+        lists = Counter(ray.reads) - begun
+        assert (lists["actors"], lists["groups"]) == ((0, 2) if followed else (2, 2)), "one for each look"
+        assert ray.groups == []
+
+    asyncio.run(told())
+
+
+def test_a_node_that_was_never_seen_is_looked_for(ray: Ray) -> None:
+    """It was launched a moment ago, and is not published yet: whoever deletes it ends it."""
+
+    async def told() -> None:
+        run = Cluster(RUN)
+        desk = Desk(run, Path("unused"))
+        run.tables.follow()
+        await desk._lookout.look()
+        await desk._launch(1, ORDER._asdict(), {})
+        await desk._delete(1, NODE, 5.0)
+
+    asyncio.run(told())
+    assert ray.told == [NODE]
+
+
+def test_an_order_that_a_dead_desk_has_half_done(ray: Ray) -> None:
+    """The actor lives, and is asked for by its name; one that is dead by now is found in the list alone."""
+    assert Cluster(RUN).create(ORDER).new
+    ray.store[RUN.key("place", NODE)] = b"{}"
+    ray.reads.clear()
+    assert Cluster(RUN).create(ORDER).new
+    assert "actors" not in ray.reads
+    ray.store[RUN.key("place", NODE)] = b"{}"
+    ray.actors[0] = ray.actors[0]._replace(state="DEAD")
+    assert Cluster(RUN).create(ORDER).new
+    assert len(ray.actors) == 1, "a name is used once"
+
+
 def test_a_group_that_another_desk_has_just_made(ray: Ray) -> None:
     """Its actor comes a moment later: it is left alone, and the name is used once."""
+    ray.store[RUN.key("place", NODE)] = b"{}"
     other = ray.make_group(name=RUN.group(NODE))
     ray.on_pause = lambda: ray.make_actor(ORDER, None, other, None)
     assert Cluster(RUN).create(ORDER) == Made(new=True)
@@ -97,6 +193,7 @@ def test_a_group_that_another_desk_has_just_made(ray: Ray) -> None:
 
 def test_a_group_that_a_dead_desk_has_left(ray: Ray) -> None:
     """It has no actor, and none comes: it is removed, and the node is placed anew."""
+    ray.store[RUN.key("place", NODE)] = b"{}"
     left = ray.make_group(name=RUN.group(NODE))
     assert Cluster(RUN).create(ORDER).new
     assert (len(ray.actors), len(ray.groups), ray.removed) == (1, 1, [left])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from dlrover_backends.ray.desk import Desk
 from dlrover_backends.ray.endings import observation
 from dlrover_backends.ray.lookout import KILL_WAIT_S, Lookout
 from dlrover_backends.ray.names import Run
-from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
+from dlrover_backends.ray.records import ORPHAN_S, Actor, Group, Host, Place, Snapshot
 from dlrover_backends.ray.seating import GRACE_S
 from dlrover_core.runtime.backend import Observation
 
@@ -175,10 +174,9 @@ class Ground:
         """As `Cluster.kill`."""
         self.killed.append(name)
 
-    def remove_group(self, name: str) -> None:
+    def remove_group(self, group: Group) -> None:
         """As `Cluster.remove_group`."""
-        with contextlib.suppress(KeyError):
-            del self.groups[RUN.group(name)]
+        self.groups.pop(group.name, None)
 
     def desk(self) -> Desk:
         """A new desk: it holds nothing."""
@@ -293,6 +291,31 @@ def test_a_place_that_never_had_an_actor(ground: Ground) -> None:
         ground.deletions.mark("j-worker-2-0", 60.0)
         await Lookout(cast(Any, ground)).look()
         assert not ground.groups
+
+    asyncio.run(told())
+
+
+def test_the_place_of_a_standby_that_never_had_an_actor(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A desk died between the two, and nobody wants that standby again: its place is given back after a moment.
+
+    One whose actor comes late stays, and so does that of a node: its next order makes the actor.
+    """
+    ground.actors.clear()
+    name, late = (names.standby("j", "worker", number) for number in (0, 1))
+    for one in (name, late, "j-worker-2-0"):
+        ground.groups[RUN.group(one)] = Group(one, RUN.group(one), "CREATED")
+    monkeypatch.setattr(ground, "handle", lambda one: SimpleNamespace() if one == late else None)
+
+    async def told() -> None:
+        lookout = Lookout(cast(Any, ground))
+        before = set(ground.groups)
+        for _ in range(2):
+            await lookout.look()
+            assert set(ground.groups) == before, "its actor may come yet"
+            ground.now += ORPHAN_S / 2
+        ground.now += 0.1
+        await lookout.look()
+        assert before - set(ground.groups) == {RUN.group(name)}
 
     asyncio.run(told())
 

@@ -209,6 +209,7 @@ class Ground:
         self.places: dict[str, Place] = {}
         self.ended: list[str] = []
         self.without: list[set[str]] = []
+        self.looks = 0
         self.kept = Standbys(cast(Any, self), cast(Any, self), lambda: self.now)
 
     # what the cluster does
@@ -235,8 +236,15 @@ class Ground:
     # what the lookout sees
 
     @property
+    def has_looked(self) -> bool:
+        """As `Lookout.has_looked`."""
+        return self.looks > 0
+
+    @property
     def seen(self) -> Snapshot:
         """As `Lookout.seen`."""
+        if not self.has_looked:
+            return Snapshot({}, {}, {})
         takers = {name: self.seating.taker(name) for name in self.standbys}
         here = {name: one for name, one in self.standbys.items() if not takers[name]}
         nodes = {node: self.standbys[name]._replace(name=node, seat=name) for name, node in takers.items() if node}
@@ -249,6 +257,7 @@ class Ground:
 
     async def look(self) -> None:
         """As `Lookout.look`: everything is seen."""
+        self.looks += 1
 
     def ends(self, *_: object) -> None:
         """As `Lookout.ends`."""
@@ -297,6 +306,21 @@ def test_so_many_are_kept(ground: Ground) -> None:
     assert ground.ended == [SECOND]
     assert ground.level(-1) == []
     assert ground.level(1) == [names.standby("j", "worker", 2)], "a name is used once"
+
+
+def test_a_desk_that_has_just_begun(ground: Ground) -> None:
+    """It looks before it makes any: a group that may have no nodes has its standby already."""
+    assert ground.level(nodes_min=0) == [FIRST]
+    ground.kept, ground.looks = Standbys(cast(Any, ground), cast(Any, ground), lambda: ground.now), 0
+    assert ground.level(nodes_min=0) == [FIRST]
+    assert ground.looks == 1
+
+
+def test_many_standbys_are_looked_at_once(ground: Ground) -> None:
+    """A look behind those that were made reads all actors of the cluster: one is enough for all of them."""
+    ground.looks = 1
+    assert len(ground.level(20)) == 20
+    assert ground.looks == 2
 
 
 def test_one_that_is_a_node_is_replaced_and_left_alone(ground: Ground) -> None:

@@ -23,7 +23,7 @@ from dlrover_backends.ray import fencing, names, private, settings, tables
 from dlrover_backends.ray.deletions import Deletions
 from dlrover_backends.ray.keeper import ORDERS, Keeper
 from dlrover_backends.ray.names import Run
-from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
+from dlrover_backends.ray.records import ORPHAN_S, Actor, Group, Host, Place, Snapshot
 from dlrover_backends.ray.seating import RETIRED, Seating
 from dlrover_backends.shared.asking import StaleToken
 from dlrover_core.errors import CoreError
@@ -31,8 +31,6 @@ from dlrover_core.errors import CoreError
 CLEAR_S, CLEAR_LOOK_S = 20.0, 0.1
 CLEAR_GRACE_S = 2.0
 """An agent that is asked removes its own folder; one that is killed leaves it to the next agent on its host."""
-ORPHAN_S = 1.0
-"""A desk makes the actor milliseconds after the group. A group that has none for so long was left by one that died."""
 
 log = structlog.get_logger("dlrover.desk")
 
@@ -171,35 +169,38 @@ class Cluster:
         raw = private.get(key)
         if raw is not None and json.loads(raw).get("made"):  # dead or alive: a name is used once
             return Made(new=False, seat=self.seating.seat_of(order.name) if order.again else "")
-        hosts = [one for one in ray.nodes() if one["Alive"]]
+        hosts = [one for one in self.tables.hosts() if one.alive]
         wants = dict(order.wants)
-        if order.gpus_if_any and any(one["Resources"].get("GPU") for one in hosts):
+        if order.gpus_if_any and any(one.has.get("GPU") for one in hosts):
             wants["GPU"] = float(order.gpus_if_any)
         kept: dict[str, Any] = {"wants": wants, "avoid": list(order.avoid)}
         if set(order.runtime_env) - {"env_vars"}:
             kept["slow"] = True
         if order.group:
             kept |= {"group": order.group, "shape": order.shape}
-        if raw is None:
-            private.put(key, json.dumps(kept).encode(), overwrite=False)
+        first = raw is None and private.put(key, json.dumps(kept).encode(), overwrite=False)
         seat = self.seating.decide(order.name, fitting) if order.again else ""
-        new = bool(seat) or self._make(order, wants, self._labels(order, hosts, without), token)
+        new = bool(seat) or self._make(order, wants, self._labels(order, hosts, without), token, first=first)
         private.put(key, json.dumps({**kept, "made": True}).encode())
         return Made(new, seat)
 
-    def _make(self, order: Order, wants: Mapping[str, float], labels: Mapping[str, str], token: int | None) -> bool:
+    def _make(
+        self,
+        order: Order,
+        wants: Mapping[str, float],
+        labels: Mapping[str, str],
+        token: int | None,
+        *,
+        first: bool,
+    ) -> bool:
         """The group and the actor, unless a desk that died here before has made them; False: another desk was faster.
 
-        Ray has one group of a name: whoever makes it makes the actor. A group that is left is removed where it stays without one.
+        ``first``: this order was the first to write the name down, and nobody can have made anything of that name before. Ray has
+        one group of a name: whoever makes it makes the actor.
         """
         env = self.sent(order.runtime_env)  # it may take long, and comes before whatever others could see
-        left = self._groups(order.name)
-        if left and not self._has_actor(order.name):
-            time.sleep(ORPHAN_S)
-        if self._has_actor(order.name):
+        if not first and self._was_made(order.name):
             return True
-        for one in left:
-            _remove(one)
         if token is not None and (highest := self.newest_token(token)) > token:
             raise StaleToken(token, highest)
         group = placement_group(
@@ -219,20 +220,25 @@ class Cluster:
             raise
         return True
 
-    def _labels(self, order: Order, hosts: Iterable[Mapping[str, Any]], without: Collection[str]) -> Mapping[str, str]:
+    def _was_made(self, name: str) -> bool:
+        """Has another order made the actor? A group that stays without one is removed."""
+        left = self._groups(name)
+        if left and not self._has_actor(name):
+            time.sleep(ORPHAN_S)
+        if self._has_actor(name):
+            return True
+        for one in left:
+            self.remove_group(one)
+        return False
+
+    def _labels(self, order: Order, hosts: Iterable[Host], without: Collection[str]) -> Mapping[str, str]:
         """The label selectors of a node, which keep it off the hosts that it must not run on."""
-        avoided = [
-            one["NodeID"]
-            for one in hosts
-            if (one.get("NodeName") or one["NodeManagerAddress"]) in order.avoid
-            or one["NodeID"] in self.ended
-            or one["NodeID"] in without
-        ]
+        avoided = [one.id for one in hosts if one.name in order.avoid or one.id in self.ended or one.id in without]
         return {**order.labels, settings.NODE_ID: f"!in({','.join(avoided)})"} if avoided else order.labels
 
     def _has_actor(self, name: str) -> bool:
-        """Is there an actor of that name, a living or a dead one?"""
-        return any(one.name == name and one.namespace == self.run.space for one in private.actors(self.run.space))
+        """Is there an actor of that name, a living or a dead one? The living one is asked for first: that reads no table."""
+        return self.handle(name) is not None or any(one.name == name for one in self.tables.read(anew=False).actors)
 
     def _groups(self, name: str) -> list[Group]:
         wanted = self.run.group(name)
@@ -287,10 +293,9 @@ class Cluster:
         if found is not None:
             ray.kill(found, no_restart=True)
 
-    def remove_group(self, name: str) -> None:
+    def remove_group(self, group: Group) -> None:
         """Give back the place of a node. An actor in it ends."""
-        for one in self._groups(name):
-            _remove(one)
+        remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group.id))))
 
     def end(self, actor: Actor, grace_s: float) -> None:
         """Have an actor end. Its keeper buries its agent before; one that is not there yet has none."""
@@ -327,9 +332,8 @@ class Cluster:
                     self.end(actor, CLEAR_GRACE_S)
                 told.add(actor.id)
             time.sleep(CLEAR_LOOK_S)
-        prefix = self.run.group("")
-        for name in seen.groups:
-            self.remove_group(name.removeprefix(prefix))
+        for group in seen.groups.values():
+            self.remove_group(group)
         if living:
             raise StillAlive(self.run, [actor.called for actor in living], bound_s)
         private.remove(self.run.space + "/")
@@ -349,10 +353,6 @@ def _hosts() -> list[Host]:
         )
         for one in ray.nodes()
     ]
-
-
-def _remove(group: Group) -> None:
-    remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group.id))))
 
 
 def groups(prefix: str) -> list[Group]:

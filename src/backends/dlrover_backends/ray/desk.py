@@ -25,6 +25,7 @@ import structlog
 from dlrover_backends.ray import faults
 from dlrover_backends.ray.lookout import Lookout
 from dlrover_backends.ray.names import Run
+from dlrover_backends.ray.records import Actor
 from dlrover_backends.ray.standbys import Reserve, Standbys, seat_of
 from dlrover_backends.shared import wire
 from dlrover_backends.shared.asking import StaleToken
@@ -91,7 +92,7 @@ class Desk:
                 raise LaunchRefused(f"{order.name} was here and was deleted; a name is used once", permanent=True)
             fitting: list[str] = []
             if fit:
-                await self._lookout.look()
+                await self._lookout.look(anew=False)  # a standby that is not published yet may be no node yet
                 fitting = self._standbys.fitting(fit["group"], fit["shape"], fit["heard"], order.avoid)
             try:
                 made = await asyncio.to_thread(self._cluster.create, order, fitting, token=token)
@@ -117,14 +118,21 @@ class Desk:
         async with self._ordering:
             await self._fence(token)
             await asyncio.to_thread(self._cluster.deletions.mark, name, grace_s)
-            await self._lookout.look()
-            actor = self._lookout.actor(name)
+            actor = await self._found(name)
             if actor is None or actor.is_dead:
+                self._lookout.wake()
                 return ("done", None)
             log.info("node is deleted", node=name, state=actor.state, grace_s=grace_s)
             await asyncio.to_thread(self._cluster.end, actor, grace_s)
         self._lookout.ends(name, grace_s)
         return ("done", None)
+
+    async def _found(self, name: str) -> Actor | None:
+        """The node's actor. No table is read for one that was seen to run or to be over; a whole one only for one never seen."""
+        actor = self._lookout.actor(name)
+        if actor is None or not (actor.state == "ALIVE" or actor.is_dead):
+            await self._lookout.look(anew=actor is None)
+        return self._lookout.actor(name)
 
     async def _clear(self) -> tuple[object, ...]:
         """Remove all that the run has in the cluster."""

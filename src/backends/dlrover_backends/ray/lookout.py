@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from dlrover_backends.ray import endings, tables
-from dlrover_backends.ray.records import Actor, Place, Snapshot
+from dlrover_backends.ray import endings, names, tables
+from dlrover_backends.ray.records import ORPHAN_S, Actor, Group, Place, Snapshot
 from dlrover_backends.ray.seating import GRACE_S
 from dlrover_backends.shared.observers import Observer
 from dlrover_core.runtime.backend import Observation
@@ -38,14 +38,17 @@ log = structlog.get_logger("dlrover.desk")
 
 
 class Lookout:
-    """Looks at one run. Use it in one event loop; what blocks is done in threads. ``seen``: what was seen last."""
+    """Looks at one run. Use it in one event loop; what blocks is done in threads.
+
+    ``seen``: what was seen last; ``has_looked``: was it seen at all?
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._loop = asyncio.get_running_loop()
         self._observers: set[Observer] = set()
         self._nodes: dict[str, Observation] = {}
-        self.seen = Snapshot({}, {}, {})
+        self.seen, self.has_looked = Snapshot({}, {}, {}), False
         self._places: dict[str, Place] = {}
         self._listening: set[str] = set()
         self._silent: set[str] = set()
@@ -57,6 +60,8 @@ class Lookout:
         """The graces of deleted nodes that are heeded already. Other desks' orders are read from the cluster alone."""
         self._unplaced: dict[str, float] = {}
         """When actors without a process were seen first whose place stood already, or was gone, by their ids."""
+        self._bare: dict[str, float] = {}
+        """When groups without an actor were seen first, by their ids."""
         self._looked_s = time.time()
         """When the newest look was. By the wall clock, because Ray dates drains by it."""
         self._given_up: dict[str, str] = {}
@@ -129,7 +134,7 @@ class Lookout:
                 one = endings.observation(actor, seen, group, self._places[name], wall_s)
                 given_up = self._given_up.get(actor.id, "") if actor.is_dead else ""
                 nodes[name] = one._replace(reason=given_up) if given_up else one
-            before, self._nodes, self.seen = self._nodes, nodes, seen
+            before, self._nodes, self.seen, self.has_looked = self._nodes, nodes, seen, True
             for name, node in nodes.items():
                 if name not in before or _is_news(before[name], node, elapsed_us):
                     self._tell(node)
@@ -178,8 +183,9 @@ class Lookout:
                 self._due.pop(name, None)
                 self._graces.pop(name, None)
                 self._unplaced.pop(actor.id, None)
-                if self._cluster.run.group(actor.called) in seen.groups:
-                    self._cluster.remove_group(actor.called)
+                group = seen.groups.get(self._cluster.run.group(actor.called))
+                if group is not None:
+                    self._cluster.remove_group(group)
                 continue
             self._listen(actor)
             self._start_anew(name, actor, seen, now)
@@ -194,16 +200,25 @@ class Lookout:
                 log.warning("a keeper does not end, and is killed", node=name)
                 self._cluster.kill(actor.called)
 
-        for name in self._orphaned(seen, deleted):
-            log.info("a place that never had an actor is given back", node=name)
-            self._cluster.remove_group(name)
+        for group in self._orphaned(seen, deleted, now):
+            log.info("a place that never had an actor is given back", group=group.name)
+            self._cluster.remove_group(group)
 
-    def _orphaned(self, seen: Snapshot, deleted: set[str]) -> set[str]:
-        """The deleted names that have a group and no actor: a desk died before it could make it. Blocks."""
-        prefix = self._cluster.run.group("")
+    def _orphaned(self, seen: Snapshot, deleted: set[str], now: float) -> list[Group]:
+        """The groups that have no actor, of deleted names and, after `ORPHAN_S`, of standbys: a desk died in between. Blocks.
+
+        One of a node that is not deleted is left to its next order.
+        """
         called = {actor.called for actor in (*seen.actors.values(), *seen.standbys.values())}
-        found = (deleted & {group.removeprefix(prefix) for group in seen.groups}) - called
-        return {name for name in found if self._cluster.handle(name) is None}
+        prefix = self._cluster.run.group("")
+        bare = {name: one for group, one in seen.groups.items() if (name := group.removeprefix(prefix)) not in called}
+        self._bare = {one.id: self._bare.get(one.id, now) for one in bare.values()}
+        return [
+            one
+            for name, one in bare.items()
+            if (name in deleted or (names.is_standby(name) and now - self._bare[one.id] > ORPHAN_S))
+            and self._cluster.handle(name) is None
+        ]
 
     def _must_end(self, name: str, grace_s: float) -> None:
         """From now on; what was ordered before may make it sooner, never later."""

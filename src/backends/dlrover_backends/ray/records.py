@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 PROBE_S = 1.0
+ORPHAN_S = 1.0
+"""A desk makes the actor milliseconds after the group. A group that has none for so long was left by one that died."""
 STATES = ("DEPENDENCIES_UNREADY", "PENDING_CREATION", "ALIVE", "RESTARTING", "DEAD")
 """What an actor that is not started again by Ray goes through, in this order."""
 

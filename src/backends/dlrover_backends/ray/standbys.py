@@ -130,6 +130,8 @@ class Standbys:
 
     async def level(self, wanted: Collection[Reserve]) -> None:
         """Make and remove standbys as is wanted now. Raises whatever Ray does."""
+        if not self._lookout.has_looked:
+            await self._lookout.look()
         seen, now, groups = self._lookout.seen, self._now(), {one.group: one for one in wanted}
         self._note(seen, groups, now)
         for name, actor in self._free(seen).items():
@@ -223,9 +225,9 @@ class Standbys:
         """Make the standbys that are missing. Raises whatever Ray does."""
         from dlrover_backends.ray.cluster import Order
 
+        used = (*seen.standbys, *(one.seat for one in seen.actors.values() if one.seat))
+        number = 1 + max(map(names.number_of, used), default=-1)
         for _ in range(missing):
-            used = (*seen.standbys, *(one.seat for one in seen.actors.values() if one.seat))
-            number = 1 + max(map(names.number_of, used), default=-1)
             made = False
             while not made:
                 name = names.standby(self._cluster.run.job, group.group, number)
@@ -233,8 +235,7 @@ class Standbys:
                 order = order._replace(group=group.group, shape=group.shape)
                 made = await asyncio.to_thread(self._placed, order, group.group, seen)
                 number += 1
-            await self._lookout.look()
-            seen = self._lookout.seen
+        await self._lookout.look()  # what was made is not published yet, and would be made again
 
     def _placed(self, order: Any, group: str, seen: Snapshot) -> bool:
         """Make one, away from the run's other hosts if there is room; False: the name is an older one's. Blocks."""

@@ -1,7 +1,7 @@
 """The cluster's tables of actors, hosts and placement groups, as far as one run needs them.
 
 Each of them can be read whole, which costs more the larger the cluster is, and its dead: Ray keeps 100,000 dead actors. So they
-are read when the desk begins, when it orders something, and every `RELIST_S`; between, what the state service publishes counts.
+are read when the desk begins, and every `RELIST_S`; between, what the state service publishes counts.
 While nothing is published, each look reads all of them.
 """
 
@@ -101,6 +101,18 @@ class Cache:
         with self._reading:
             return self._read(anew)
 
+    def hosts(self) -> tuple[Host, ...]:
+        """The cluster's hosts as they are now. Blocks, and raises whatever Ray does."""
+        with self._reading:
+            return self._read_hosts(anew=not self._follows)
+
+    def _read_hosts(self, *, anew: bool) -> tuple[Host, ...]:
+        if anew or self._hosts_old:
+            seen = self._hosts_old.seen()
+            self._hosts = tuple(self._source.hosts())
+            self._hosts_old.younger(seen)
+        return self._hosts
+
     def _read(self, anew: bool) -> Tables:
         self._listed_s = 0.0
         anew = anew or not self._follows or self._now() >= self._list_at
@@ -112,17 +124,14 @@ class Cache:
             self._actors_old.younger(seen)
             self._listed_s = self._now() - began
             self._list_at = self._now() + max(RELIST_S, LOOK_SHARE * self._listed_s)
-        if anew or self._hosts_old:
-            seen = self._hosts_old.seen()
-            self._hosts = tuple(self._source.hosts())
-            self._hosts_old.younger(seen)
+        hosts = self._read_hosts(anew=anew)
         news = dict(self._news)
         found = {**self._listed, **{key: _further(self._listed.get(key), one) for key, one in news.items()}}
         if anew or self._groups_old or not self._is_settled(found.values()):
             seen = self._groups_old.seen()
             self._groups = tuple(self._source.groups())
             self._groups_old.younger(seen)
-        return Tables(tuple(found.values()), self._hosts, self._groups)
+        return Tables(tuple(found.values()), hosts, self._groups)
 
     def _is_settled(self, actors: Iterable[Actor]) -> bool:
         """Has each actor that lives its place, and nobody else one? Then no place changes without an actor."""
