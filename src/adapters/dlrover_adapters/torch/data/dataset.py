@@ -9,11 +9,10 @@ the script, with `ElasticDataset.step`. So the position is that of the model's s
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
@@ -34,12 +33,11 @@ from .constructors import Constructors, Fetched, check_terms
 from .leased import MODEL, Leased, check_assignment, leased_of, not_leased
 from .noting import Fetching, notes
 from .plan import Division, GlobalStep, Micro, division, steps
-from .quarantine import QUARANTINE, QUARANTINE_MAX, Left, bound
+from .quarantine import LEFT_OUT, QUARANTINE, QUARANTINE_MAX, Left, bound, read, written
 from .quotas import QuotaTable
+from .source_fetch import SourceFetch, positions_of
 
 _log = logging.getLogger("dlrover.torch")
-SOURCE_CHARS_MAX = 32
-"""A longer fingerprint of a source is hashed."""
 _SIZE = re.compile(r"size=(\d{1,19}) ")
 
 
@@ -118,7 +116,7 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         self.chunk, self.window, self.last, self.source, self.ahead = chunk, window, last, fingerprint, ahead
         self._fetch, self._collate = fetch, collate or default_collate
         self._order = order_of(size, seed, 0, chunk=chunk, window=window, order=order)
-        self._fingerprint = _fingerprint(self, size, fingerprint)
+        self._fingerprint = positions_of(self, size, fingerprint)
         self._fingerprint_in_flight = ""
         batches(size, 1, epochs=epochs, last=last)
         self._asked = (global_batch, micro_batch)
@@ -245,19 +243,24 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         self._epoch, self._position, self._begun = epoch, position, True
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, for a script's own checkpoint. Plain numbers and text, the same on all ranks."""
-        return dict(self.place._asdict())
+        """The position, and how often each quarantined sample was left out, for a script's own checkpoint.
+
+        Plain numbers and text, the same on all ranks.
+        """
+        return {**self.place._asdict(), LEFT_OUT: written(self.left.places)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a position that `state_dict` gave, at any world size. Raises `SpecError` for one of other data."""
         try:
             place = Place(*(state[field] for field in Place._fields))
-        except (KeyError, TypeError) as error:
+            left = read(state.get(LEFT_OUT, ""))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SpecError(
                 "data", f"{state!r} is no position of dataset {self.name!r}: give what state_dict() returned"
             ) from error
         self.accept(place)
         self.go_on(place)
+        self.left.go_on(left)
 
     def accept(self, place: Place | None) -> str:
         """Can it go on from this place of a checkpoint? None: the checkpoint has none. Returns what is to be said of it.
@@ -298,7 +301,7 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         size = int(found[1]) if found else 0
         if not isinstance(self._fetch, SourceFetch) or not 0 < size < self.size:
             return 0
-        return size if fingerprint == _fingerprint(self, size, self._fetch.source.fingerprint_at(size)) else 0
+        return size if fingerprint == positions_of(self, size, self._fetch.source.fingerprint_at(size)) else 0
 
     @property
     def left_out(self) -> tuple[int, ...]:
@@ -571,30 +574,3 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         """In a loader process, which may be spawned: with its worker's page."""
         steps_of_rank.adopt(told.pop("_page", None))
         self.__dict__.update(told)
-
-
-class SourceFetch:
-    """Fetches samples of a source; each epoch has its own samples where the source says so."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-
-    def of_epoch(self, epoch: int) -> Callable[[int], Any]:
-        """What fetches the samples of an epoch."""
-        of_epoch = getattr(self.source, "of_epoch", None)
-        fetch: Callable[[int], Any] = (of_epoch(epoch) if of_epoch else self.source).__getitem__
-        return fetch
-
-    def __call__(self, index: int) -> Any:
-        """The sample, of the first epoch."""
-        return self.source[index]
-
-
-def _fingerprint(of: ElasticDataset, size: int, source: str) -> str:
-    """What positions are positions of, in words that fit into a place."""
-    if len(source) > SOURCE_CHARS_MAX or not source.isprintable():
-        source = hashlib.blake2b(source.encode(errors="surrogateescape"), digest_size=8).hexdigest()
-    words: Sequence[str] = [f"size={size}", f"seed={of.seed}", f"order={of.order}"]
-    if of.chunk > 1:
-        words = [*words, f"chunk={of.chunk}", f"window={of.window}"]
-    return " ".join([*words, f"source={source}"] if source else words)

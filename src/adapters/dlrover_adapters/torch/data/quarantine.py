@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,8 @@ from dlrover_core.errors import SpecError
 from .plan import GlobalStep, Micro
 
 QUARANTINE, FAIL = "quarantine", "fail"
+LEFT_OUT = "left_out"
+"""The entry of a script's own checkpoint that says how often each quarantined sample was left out."""
 QUARANTINE_MAX = 8
 """By default so many samples of a dataset may be left out. A poison sample is an accident; more of them are damaged data or an
 error of the program, which nobody should train past. Each costs two restarts or more, so the number bounds those, too."""
@@ -119,6 +122,20 @@ class Left:
         if stands is None:
             raise SpecError("size", f"all {size} samples of dataset {self._dataset!r} are quarantined: mend the data")
         return Micro(stands, stands + 1, counts=False)
+
+
+def written(places: Iterable[Place]) -> str:
+    """What `Left.places` says, as one text; empty: nothing.
+
+    One text, as torch.distributed.checkpoint restores only the entries that the state to be filled has already.
+    """
+    times = {one.dataset: one.position for one in places}
+    return json.dumps(times) if times else ""
+
+
+def read(text: str) -> list[Place]:
+    """The places that `written` wrote. Raises ValueError, TypeError or AttributeError for another text."""
+    return [Place(name, 0, int(times)) for name, times in json.loads(text).items()] if text else []
 
 
 def divided(micro: Micro, cuts: Iterable[int]) -> Iterator[Micro]:

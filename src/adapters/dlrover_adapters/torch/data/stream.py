@@ -8,6 +8,7 @@ the same on every rank.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -189,16 +190,18 @@ class ElasticStream(ElasticDataset):
         super().begin()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and the offsets, for a script's own checkpoint."""
-        return {**super().state_dict(), "offsets": self.offsets}
+        """As of `ElasticDataset.state_dict`, with the offset of each partition."""
+        # One text, as torch.distributed.checkpoint restores only the entries that the state to be filled has already.
+        return {**super().state_dict(), "offsets": json.dumps(self.offsets)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave. Raises `SpecError`."""
-        offsets = state.get("offsets")
-        if not isinstance(offsets, Mapping):
+        try:
+            offsets = {str(one): int(offset) for one, offset in json.loads(state["offsets"]).items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SpecError(
                 "data", f"{state!r} is no position of stream {self.name!r}: give what state_dict() returned"
-            )
+            ) from error
         super().load_state_dict(state)
         self._book = Book(self._position, offsets)
 

@@ -1,0 +1,48 @@
+"""How an `ElasticDataset` fetches samples of a source, and the words that say of which samples its positions are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from dlrover_adapters.data.source import Source
+
+SOURCE_CHARS_MAX = 32
+"""A longer fingerprint of a source is hashed."""
+
+
+class Ordered(Protocol):
+    """What decides which sample a position has, beside the source; as of `ElasticDataset`."""
+
+    seed: int
+    order: str
+    chunk: int
+    window: int
+
+
+class SourceFetch:
+    """Fetches samples of a source; each epoch has its own samples where the source says so."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def of_epoch(self, epoch: int) -> Callable[[int], Any]:
+        """What fetches the samples of an epoch."""
+        of_epoch = getattr(self.source, "of_epoch", None)
+        fetch: Callable[[int], Any] = (of_epoch(epoch) if of_epoch else self.source).__getitem__
+        return fetch
+
+    def __call__(self, index: int) -> Any:
+        """The sample, of the first epoch."""
+        return self.source[index]
+
+
+def positions_of(of: Ordered, size: int, source: str) -> str:
+    """What positions are positions of, in words that fit into a place."""
+    if len(source) > SOURCE_CHARS_MAX or not source.isprintable():
+        source = hashlib.blake2b(source.encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    words: Sequence[str] = [f"size={size}", f"seed={of.seed}", f"order={of.order}"]
+    if of.chunk > 1:
+        words = [*words, f"chunk={of.chunk}", f"window={of.window}"]
+    return " ".join([*words, f"source={source}"] if source else words)
