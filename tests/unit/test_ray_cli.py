@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
+import socket
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -482,3 +485,23 @@ def test_a_cluster_that_is_not_there(tmp_path: Path) -> None:
     here = BackendContext("j", "r", ("m:1",), "t", cwd=str(tmp_path), directory=str(tmp_path), args=args)
     with pytest.raises(SpecError, match=r"no Ray cluster answers at 127\.0\.0\.1:1 .* ray start --head"):
         asyncio.run(RayBackend(here).check())
+
+
+def test_a_desk_that_stands_still(tmp_path: Path) -> None:
+    """Its queue of connections is full: it is there, and whoever asks for it goes on at once."""
+    path = tmp_path / "desk.sock"
+    assert not client._answers(path)
+    answers: list[bool] = []
+    with socket.socket(socket.AF_UNIX) as desk, contextlib.ExitStack() as held:
+        desk.bind(str(path))
+        assert not client._answers(path)
+        desk.listen(1)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                one = held.enter_context(socket.socket(socket.AF_UNIX))
+                one.setblocking(False)
+                one.connect(str(path))
+        asking = threading.Thread(target=lambda: answers.append(client._answers(path)), daemon=True)
+        asking.start()
+        asking.join(10.0)
+        assert answers == [True]

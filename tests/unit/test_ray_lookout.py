@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from dlrover_backends.ray import lookout as module
-from dlrover_backends.ray import names, private
+from dlrover_backends.ray import names, private, records
 from dlrover_backends.ray.deletions import Deletions
 from dlrover_backends.ray.desk import Desk
 from dlrover_backends.ray.endings import observation
@@ -52,22 +52,54 @@ def test_a_raylet_that_has_ended() -> None:
 
         async def told() -> None:
             lookout = Lookout(cast(Any, cluster))
-            assert lookout._believed(seen) == seen
+            assert await lookout._believed(seen) == seen
             lookout._answered("id-a", answer(ActorUnavailableError()))
-            assert lookout._believed(seen) == seen, "the host was never reached"
+            assert await lookout._believed(seen) == seen, "the host was never reached"
             for key in ("a", "b"):
                 lookout._answered(f"id-{key}", answer(None))
                 lookout._answered(f"id-{key}", answer(ActorUnavailableError()))
-            believed = lookout._believed(seen)
+            believed = await lookout._believed(seen)
             assert cluster.ended == {"a"}
             found = {name: observation(one, believed, None, Place(), time.time()) for name, one in actors.items()}
             assert found["j-worker-a-0"].phase == "failed"
             assert found["j-worker-a-0"].reason == "NODE_DIED: the raylet of host-a has ended"
             assert {found[f"j-worker-{key}-0"].phase for key in "bc"} == {"running"}
-            lookout._believed(seen._replace(hosts={**hosts, "a": hosts["a"]._replace(alive=False)}))
+            await lookout._believed(seen._replace(hosts={**hosts, "a": hosts["a"]._replace(alive=False)}))
             assert cluster.ended == set()
 
         asyncio.run(told())
+
+
+def test_hosts_that_swallow_what_is_sent_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is asked once, however many actors are silent there, and all at the same time: none waits for another one's answer."""
+    hosts = {f"h{number}": Host(f"h{number}", f"host-{number}", f"{number}", port=1) for number in range(30)}
+    actors = {f"{key}-{one}": Actor(f"{key}-{one}", f"{key}-{one}", host_id=key) for key in hosts for one in "abc"}
+    asked: list[str] = []
+
+    async def connect(address: str, _: int) -> Any:
+        asked.append(address)
+        if len(asked) == len(hosts):
+            together.set()
+        await together.wait()
+        if address == "7":
+            raise ConnectionRefusedError
+        monkeypatch.setattr(records, "PROBE_S", 0.0)  # no more is waited for
+        await asyncio.Event().wait()
+
+    async def told() -> None:
+        nonlocal together
+        together = asyncio.Event()
+        lookout = Lookout(cast(Any, SimpleNamespace(ended=set[str]())))
+        for key in actors:
+            lookout._answered(key, answer(None))
+            lookout._answered(key, answer(ActorUnavailableError()))
+        believed = await asyncio.wait_for(lookout._believed(Snapshot(actors, hosts, {})), 30.0)
+        assert [key for key, one in believed.hosts.items() if one.ended] == ["h7"]
+
+    together = cast(Any, None)
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    asyncio.run(told())
+    assert sorted(asked) == sorted(one.address for one in hosts.values())
 
 
 def test_an_actor_out_of_reach_is_looked_at_once() -> None:
@@ -346,6 +378,35 @@ def test_how_long_the_desk_rests(
 
     asyncio.run(told())
     assert rests == [rest_s]
+
+
+def test_the_desk_does_not_rest_for_a_silent_host(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the host's answer, and asks the state service nothing meanwhile: drains are asked for every second."""
+    rests: list[float] = []
+
+    async def rested(bound_s: float, _: asyncio.Event) -> None:
+        rests.append(bound_s)
+        raise EOFError
+
+    async def silent(_: Host) -> bool:
+        ground.now += 1.0
+        return False
+
+    cluster = cast(Any, ground)
+    cluster.tables, cluster.address = SimpleNamespace(listed_s=0.0), "h:1"
+    cluster.look = lambda **_: Snapshot(ground.actors, {"a": Host("a", "host-a", port=1)}, ground.groups)
+    monkeypatch.setattr(Host, "has_no_raylet", silent)
+    monkeypatch.setattr(module, "any_within", rested)
+    monkeypatch.setattr(module.tables, "follow", lambda *_: asyncio.sleep(0))
+
+    async def told() -> None:
+        lookout = Lookout(cluster)
+        lookout._spoke, lookout._silent = {"id"}, {"id"}
+        with pytest.raises(EOFError):
+            await lookout.run()
+
+    asyncio.run(told())
+    assert (rests, ground.now) == ([module.LOOK_S], 1001.0)
 
 
 def test_a_deadline_that_moves_is_told_and_time_that_passes_is_not() -> None:

@@ -318,6 +318,37 @@ def test_masters_that_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None
     assert "TypeError" in keeper._last[-1]
 
 
+def test_the_end_of_a_job_is_written_however_long_it_takes(store: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the state service refuses it, the keeper tries again, and does not leave: without it no end is ever known.
+
+    Masters' address is given up after a while: they are needed more than it is. Whoever asks the keeper to leave is heard.
+    """
+    passed, fails = iter(range(0, 10_000, 5)), iter(range(100))
+
+    def refuse(key: str, value: bytes, **_: Any) -> bool:
+        if next(fails, None) is not None:
+            raise RuntimeError("the state service is away")
+        return store.put(key, value)
+
+    masters.claim(JOB, "r1", "t")
+    keeper = keeper_that(monkeypatch, lambda: None)
+    monkeypatch.setattr(masters_keeper, "STORE_AGAIN_S", 0.0)
+    monkeypatch.setattr(masters_keeper, "time", SimpleNamespace(monotonic=lambda: next(passed)))
+    monkeypatch.setattr(private, "put", refuse)
+    keeper._store(mastery.at("r1", 0), b"a:1")
+    assert mastery.key(JOB, mastery.at("r1", 0)) not in store
+    keeper._tell_end(3)
+    assert next(fails, None) is None
+    found = masters.find(JOB)
+    assert found is not None
+    assert found.record.over == 3
+    fails = iter(range(100))
+    os.eventfd_write(keeper._released, 1)
+    with pytest.raises(Released):
+        keeper._tell_end(3)
+    assert next(fails) == 1
+
+
 def test_a_keeper_of_a_released_run_writes_nothing(store: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process may outlive its actor: it sees a good end as the driver's death, and leaves no key."""
     started: list[str] = []

@@ -315,12 +315,15 @@ def _desk_cluster(path: Path) -> str:
 
 
 def _answers(path: Path) -> bool:
-    """Does a desk listen there?"""
+    """Does a desk listen there? One whose queue of connections is full stands still, and listens: nothing waits for it here."""
     if not path.is_socket():
         return False
     with socket.socket(socket.AF_UNIX) as probe, wire.short(path) as name:
+        probe.setblocking(False)
         try:
             probe.connect(name)
+        except BlockingIOError:
+            return True
         except OSError:
             return False
     return True

@@ -64,6 +64,8 @@ class Lookout:
         """When groups without an actor were seen first, by their ids."""
         self._looked_s = time.time()
         """When the newest look was. By the wall clock, because Ray dates drains by it."""
+        self._probed_s = 0.0
+        """So many seconds the newest look waited for hosts to answer."""
         self._given_up: dict[str, str] = {}
         """Why this desk has killed actors that Ray did not start, by their ids."""
         self._lock, self._wake = asyncio.Lock(), asyncio.Event()
@@ -78,8 +80,9 @@ class Lookout:
                     await self.look(anew=False)
                 except Exception as error:  # noqa: BLE001  # Ray raises anything; while its state service is away nothing is news
                     log.warning("the cluster cannot be looked at", error=f"{type(error).__name__}: {error}")
-                # A list that the next looks do without holds up no other question, such as which hosts are drained.
-                spent_s = time.monotonic() - began - self._cluster.tables.listed_s
+                # A list that the next looks do without holds up no other question, such as which hosts are drained. Nor does the
+                # silence of a host: the state service had nothing to do meanwhile.
+                spent_s = time.monotonic() - began - self._cluster.tables.listed_s - self._probed_s
                 await any_within(max(LOOK_S, tables.LOOK_SHARE * spent_s), self._wake)
                 self._wake.clear()
         finally:
@@ -124,6 +127,7 @@ class Lookout:
         """
         async with self._lock:
             seen, deleted = await asyncio.to_thread(self._seen, anew)
+            seen = await self._believed(seen)
             wall_s = time.time()
             elapsed_us, self._looked_s = int((wall_s - self._looked_s) * 1e6), wall_s
             nodes: dict[str, Observation] = {}
@@ -143,30 +147,34 @@ class Lookout:
             await asyncio.to_thread(self._tidy, seen, deleted)
 
     def _seen(self, anew: bool) -> tuple[Snapshot, set[str]]:
-        seen, deleted = self._believed(self._cluster.look(anew=anew)), self._cluster.deletions.names()
+        seen, deleted = self._cluster.look(anew=anew), self._cluster.deletions.names()
         for name in (*seen.actors, *seen.standbys):
             if name not in self._places:
                 self._places[name] = self._cluster.place(name)
         return seen, deleted
 
-    def _believed(self, seen: Snapshot) -> Snapshot:
-        """With the hosts whose raylet has ended: Ray believes in them until its health checks have failed, up to 15 s. Blocks.
+    async def _believed(self, seen: Snapshot) -> Snapshot:
+        """With the hosts whose raylet has ended: Ray believes in them until its health checks have failed, up to 15 s.
 
         A raylet takes its actors with it; and one that is started again has another id. A refused connection says nothing of
-        a host that was never reached from here: something between may refuse it.
+        a host that was never reached from here: something between may refuse it. All hosts in question are asked at once.
         """
-        reached = {one.host_id for one in (*seen.actors.values(), *seen.standbys.values()) if one.id in self._spoke}
-        ended = self._cluster.ended & {host.id for host in seen.hosts.values() if host.alive}
-        for actor in (*seen.actors.values(), *seen.standbys.values()):
-            host = seen.hosts.get(actor.host_id)
-            if actor.id not in self._silent or host is None or host.id in ended or not host.alive:
-                continue
-            if host.id in reached and host.port and host.has_no_raylet():
+        actors = (*seen.actors.values(), *seen.standbys.values())
+        reached = {one.host_id for one in actors if one.id in self._spoke}
+        silent = {one.host_id for one in actors if one.id in self._silent}
+        alive = {key: host for key, host in seen.hosts.items() if host.alive}
+        ended = self._cluster.ended & alive.keys()
+        asked = [alive[key] for key in sorted(silent & reached & alive.keys() - ended) if alive[key].port]
+        began = time.monotonic()
+        for host, is_gone in zip(asked, await asyncio.gather(*(one.has_no_raylet() for one in asked)), strict=True):
+            if is_gone:
                 log.warning("a raylet has ended", host=host.name)
                 ended.add(host.id)
+        self._probed_s = time.monotonic() - began
         self._cluster.ended = ended
-        hosts = {key: host._replace(alive=False, ended=True) for key, host in seen.hosts.items() if key in ended}
-        return seen._replace(hosts={**seen.hosts, **hosts})
+        return seen._replace(
+            hosts={**seen.hosts, **{key: alive[key]._replace(alive=False, ended=True) for key in ended}}
+        )
 
     def _tell(self, node: Observation) -> None:
         for observer in self._observers:

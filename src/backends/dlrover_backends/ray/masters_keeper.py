@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -266,32 +267,41 @@ class MastersKeeper:
 
     # ---- the store
 
-    def _store(self, part: str, value: bytes) -> None:
-        """Write it down; while the cluster's state is away, again and again for a while.
+    def _store(self, part: str, value: bytes, bound_s: float = STORE_S) -> None:
+        """Write it down; while the cluster's state service refuses it, again and again for ``bound_s``.
+
+        While that service is away, Ray's own call waits for it, 60 s at most; then Ray ends this process.
 
         Raises `Released` where the name is not the run's any more: this process may outlive its actor for seconds. Then it is not
         written: whoever releases the run looks once more after the claim is gone, and this here looks at the claim after writing.
         """
         from dlrover_backends.ray import private
 
-        key = mastery.key(self._plan.job, part)
-        for _ in range(int(STORE_S / STORE_AGAIN_S)):
+        key, deadline = mastery.key(self._plan.job, part), time.monotonic() + bound_s
+        was_told = False
+        while True:
             try:
                 private.put(key, value)
                 released = not _is_claimed(self._plan.job, self._plan.run)
                 if released:
                     private.remove(key)
             except Exception as error:  # noqa: BLE001  # Ray raises anything
-                log.warning("the cluster's state cannot be written to", error=str(error))
-                time.sleep(STORE_AGAIN_S)
+                if not was_told:
+                    log.warning("the cluster's state cannot be written to", error=str(error))
+                was_told = True
             else:
                 if released:
                     raise Released
                 return
+            if time.monotonic() > deadline:
+                return
+            if self._is_released_within(STORE_AGAIN_S):
+                raise Released
 
     def _tell_end(self, status: int) -> None:
+        """Write down how the job ended: without it, whoever asks hears for ever that no master answers. Raises `Released`."""
         words = "\n".join(self._last)
-        self._store(mastery.end(self._plan.run), json.dumps({"status": status, "words": words}).encode())
+        self._store(mastery.end(self._plan.run), json.dumps({"status": status, "words": words}).encode(), math.inf)
 
 
 def _read(job: str, part: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import socket
+import asyncio
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from dlrover_core.runtime.within import within
 
 PROBE_S = 1.0
 ORPHAN_S = 1.0
@@ -72,14 +74,15 @@ class Host(NamedTuple):
     port: int = 0
     ended: bool = False
 
-    def has_no_raylet(self) -> bool:
-        """Does the host say itself that nobody listens there? One that is silent may be cut off. Blocks, `PROBE_S`."""
+    async def has_no_raylet(self) -> bool:
+        """Does the host say itself, within `PROBE_S`, that nobody listens there? One that is silent may be cut off."""
         try:
-            socket.create_connection((self.address, self.port), PROBE_S).close()
+            _, writer = await within(PROBE_S, asyncio.open_connection(self.address, self.port))
         except ConnectionRefusedError:
             return True
-        except OSError:
+        except (OSError, asyncio.TimeoutError):
             return False
+        writer.close()
         return False
 
 
