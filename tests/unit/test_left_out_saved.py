@@ -102,3 +102,16 @@ def test_a_state_of_before_has_nothing_left_out() -> None:
         with pytest.raises(SpecError, match="is no position of dataset 'toy'"):
             data.load_state_dict(state | {"left_out": wrong})
     assert data.samples == 4
+
+
+def test_a_stream_goes_on_from_a_state_of_before() -> None:
+    """Its offsets were a mapping in checkpoints of older versions."""
+    data, later = stream(), stream()
+    next(iter(data))
+    data.step()
+    state = data.state_dict()
+    later.load_state_dict(state | {"offsets": json.loads(state["offsets"])})
+    assert (later.samples, later.offsets) == (data.samples, data.offsets)
+    assert later.offsets
+    with pytest.raises(SpecError, match="is no position of stream 'toy'"):
+        later.load_state_dict(state | {"offsets": 7})

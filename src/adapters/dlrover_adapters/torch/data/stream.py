@@ -197,7 +197,10 @@ class ElasticStream(ElasticDataset):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave. Raises `SpecError`."""
         try:
-            offsets = {str(one): int(offset) for one, offset in json.loads(state["offsets"]).items()}
+            told = state["offsets"]  # as a mapping in checkpoints of older versions
+            offsets = {
+                str(one): int(offset) for one, offset in (json.loads(told) if isinstance(told, str) else told).items()
+            }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SpecError(
                 "data", f"{state!r} is no position of stream {self.name!r}: give what state_dict() returned"
