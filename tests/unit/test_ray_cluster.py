@@ -17,6 +17,7 @@ from dlrover_backends.ray.desk import Desk
 from dlrover_backends.ray.names import Run
 from dlrover_backends.ray.records import Actor, Group
 from dlrover_backends.shared.asking import StaleToken
+from dlrover_core.errors import LaunchRefused
 
 pytest.importorskip("ray")
 from dlrover_backends.ray import cluster  # it imports Ray
@@ -49,6 +50,11 @@ class Ray:
             self.store[key] = value
         return new
 
+    def remove(self, prefix: str) -> None:
+        """As `private.remove`."""
+        for key in [one for one in self.store if one.startswith(prefix)]:
+            del self.store[key]
+
     def make_group(self, *_: object, name: str, **__: object) -> str:
         """As Ray's ``placement_group``; its id."""
         if any(one.name == name for one in self.groups):
@@ -76,7 +82,12 @@ class Ray:
             raise ValueError(f"Failed to look up actor with name '{name}'")
         handle = MagicMock()
         handle.stop.remote = lambda _: self.told.append(name)
+        handle.die = lambda: self.die(name)
         return handle
+
+    def die(self, name: str) -> None:
+        """An actor ends."""
+        self.actors = [one._replace(state="DEAD") if one.name == name else one for one in self.actors]
 
     def read(self, table: str, rows: Iterable[Any]) -> list[Any]:
         """All of a table."""
@@ -96,7 +107,7 @@ def made_ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     monkeypatch.setattr(private, "get", ray.store.get)
     monkeypatch.setattr(private, "put", ray.put)
     monkeypatch.setattr(private, "keys", lambda prefix: [one for one in ray.store if one.startswith(prefix)])
-    monkeypatch.setattr(private, "remove", lambda key: ray.store.pop(key, None))
+    monkeypatch.setattr(private, "remove", ray.remove)
     monkeypatch.setattr(private, "actors", lambda _: ray.read("actors", ray.actors))
     monkeypatch.setattr(private, "draining", dict)
     monkeypatch.setattr(
@@ -110,6 +121,7 @@ def made_ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     monkeypatch.setattr(cluster.ray, "PlacementGroupID", bytes.hex)
     monkeypatch.setattr(cluster.ray, "nodes", lambda: ray.read("hosts", ()))
     monkeypatch.setattr(cluster.ray, "get_actor", ray.get_actor)
+    monkeypatch.setattr(cluster.ray, "kill", lambda handle, **_: handle.die())
     monkeypatch.setattr(cluster.time, "sleep", ray.pause)
     monkeypatch.setattr(Cluster, "_keeper", lambda _, *words: ray.make_actor(*words))
     return ray
@@ -248,6 +260,56 @@ def test_a_deposed_master_places_nothing(ray: Ray, monkeypatch: pytest.MonkeyPat
     with pytest.raises(StaleToken):
         run.create(ORDER, token=7)
     assert (ray.actors, ray.groups) == ([], [])
+
+
+@pytest.mark.parametrize("when", ["sends", "makes"])
+def test_a_run_that_is_removed_meanwhile(ray: Ray, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """`dlrover ray rm` beside a desk that works off orders: the one that it is at, and those that are queued, leave nothing."""
+    run, make, times = Cluster(RUN), ray.make_actor, iter("1")
+
+    def remove(*_: object) -> dict[str, Any]:
+        for _ in times:
+            Cluster(RUN).clear(5.0)
+        return {}
+
+    def made(*words: Any) -> None:
+        remove()
+        make(*words)
+
+    if when == "sends":
+        monkeypatch.setattr(run, "sent", remove)
+    else:
+        monkeypatch.setattr(ray, "make_actor", made)
+
+    async def told() -> None:
+        desk = Desk(run, Path("unused"))
+        for name in (NODE, NODE, "j-worker-1-0"):
+            with pytest.raises(LaunchRefused, match="run r of job j was removed") as refused:
+                await desk._launch(1, ORDER._replace(name=name)._asdict(), {})
+            assert refused.value.permanent
+
+    asyncio.run(told())
+    assert len(ray.actors) == (0 if when == "sends" else 1)
+    assert [one.name for one in ray.actors if not one.is_dead] == []
+    assert (ray.groups, ray.store) == ([], {})
+    assert bool(ray.removed) == (when == "makes"), "no place is asked for any more"
+
+
+def test_a_node_that_is_made_while_its_run_is_removed(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its order has seen its key, and `dlrover ray rm` has seen no actor: whoever removes the keys looks once more."""
+    run = Cluster(RUN)
+    first = private.remove
+
+    def remove(prefix: str) -> None:
+        monkeypatch.setattr(private, "remove", first)
+        ray.make_actor(ORDER, None, ray.make_group(name=RUN.group(NODE)), None)
+        first(prefix)
+
+    monkeypatch.setattr(private, "remove", remove)
+    monkeypatch.setattr(run, "end", lambda actor, _: ray.die(actor.name))
+    run.clear(5.0)
+    assert [one.state for one in ray.actors] == ["DEAD"]
+    assert (ray.groups, ray.store) == ([], {})
 
 
 @pytest.mark.parametrize("part", ["GcsClient", "IMPLICIT_RESOURCE_PREFIX", "read_ray_address"])

@@ -18,8 +18,9 @@ from typing import Any, cast
 import pytest
 from ray_store import JOB, Tables, tables
 
-from dlrover_backends.ray import fencing, masters, masters_keeper, mastery, private
+from dlrover_backends.ray import masters, masters_keeper, mastery, private
 from dlrover_backends.ray.desk import Desk
+from dlrover_backends.ray.fencing import Fence
 from dlrover_backends.ray.masters import InUse, NotKept, StillKept
 from dlrover_backends.ray.masters_keeper import GIVEN_UP, MastersKeeper, Released
 from dlrover_backends.ray.mastery import Plan
@@ -191,11 +192,20 @@ def test_when_a_name_was_claimed(store: Tables) -> None:
 
 def test_a_token_never_goes_back(store: Tables) -> None:
     """Two masters give their first orders at once: the older one is known to be deposed, whoever writes last."""
-    assert fencing.newest("token/", 3) == 3
-    store.on_put = lambda: fencing.newest("token/", 12) and None
-    assert fencing.newest("token/", 4) == 12
-    assert (fencing.newest("token/", 1), fencing.newest("token/", 12), fencing.newest("token/", 3)) == (12, 12, 12)
+    fence = Fence("token/")
+    assert fence.newest(3) == 3
+    store.on_put = lambda: Fence("token/").newest(12) and None
+    assert fence.newest(4) == 12
+    assert (fence.newest(1), fence.newest(12), fence.newest(3)) == (12, 12, 12)
     assert len(store) == 1
+    assert not fence.is_removed
+    store.clear()
+    assert (fence.newest(13), fence.is_removed, len(store)) == (13, True, 0), (
+        "nothing is left of a run that was removed"
+    )
+    assert Fence("token/").newest(13) == 13
+    fence.newest(13)
+    assert fence.is_removed
 
 
 def keeper_that(monkeypatch: pytest.MonkeyPatch, start: Callable[[], Any]) -> MastersKeeper:

@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="with rm: also a job whose dlrover-run still leads it, which may then launch nodes again",
+        help="with rm: also a job whose dlrover-run still leads it; its later launches are refused",
     )
     parser.add_argument(
         "--ray-address",

@@ -19,14 +19,15 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dlrover_backends.ray import fencing, names, private, settings, tables
+from dlrover_backends.ray import names, private, settings, tables
 from dlrover_backends.ray.deletions import Deletions
+from dlrover_backends.ray.fencing import Fence
 from dlrover_backends.ray.keeper import ORDERS, Keeper
 from dlrover_backends.ray.names import Run
 from dlrover_backends.ray.records import ORPHAN_S, Actor, Group, Host, Place, Snapshot
 from dlrover_backends.ray.seating import RETIRED, Seating
 from dlrover_backends.shared.asking import StaleToken
-from dlrover_core.errors import CoreError
+from dlrover_core.errors import CoreError, LaunchRefused
 
 CLEAR_S, CLEAR_LOOK_S = 20.0, 0.1
 CLEAR_GRACE_S = 2.0
@@ -90,13 +91,13 @@ class Cluster:
     ``address``: of the cluster's state service, once it is connected
     ``ended``: ids of hosts whose raylet has ended, though Ray does not know it yet; no node is placed there
     ``tables``: the cluster's tables, cached
-    ``seating``: which nodes standbys are; ``deletions``: the names that are used up
+    ``seating``: which nodes standbys are; ``deletions``: the names that are used up; ``fence``: the masters' tokens
     """
 
     def __init__(self, run: Run) -> None:
         self.run, self.address = run, ""
         self.ended: set[str] = set()
-        self.seating, self.deletions = Seating(run), Deletions(run)
+        self.seating, self.deletions, self.fence = Seating(run), Deletions(run), Fence(run.key(names.TOKEN))
         source = tables.Source(lambda: private.actors(self.run.space), _hosts, lambda: groups(self.run.space + "/"))
         self.tables = tables.Cache(run, source)
 
@@ -151,7 +152,7 @@ class Cluster:
 
     def newest_token(self, token: int) -> int:
         """The highest token of a master that has given orders, this one among them."""
-        return fencing.newest(self.run.key(names.TOKEN), token)
+        return self.fence.newest(token)
 
     def create(
         self,
@@ -165,6 +166,8 @@ class Cluster:
         ``fitting``: standbys that may, the best first; ``without``: ids of hosts that it must not run on; ``token``: of who
         orders it. Raises `ValueError` for what Ray refuses, `LaunchRefused`, and `StaleToken`.
         """
+        if self.fence.is_removed:
+            raise self._removed()
         key = self.run.key(names.PLACE, order.name)
         raw = private.get(key)
         if raw is not None and json.loads(raw).get("made"):  # dead or alive: a name is used once
@@ -181,6 +184,7 @@ class Cluster:
         first = raw is None and private.put(key, json.dumps(kept).encode(), overwrite=False)
         seat = self.seating.decide(order.name, fitting) if order.again else ""
         new = bool(seat) or self._make(order, wants, self._labels(order, hosts, without), token, first=first)
+        self._must_stand(order.name)  # whoever removed the keys meanwhile looks for actors once more
         private.put(key, json.dumps({**kept, "made": True}).encode())
         return Made(new, seat)
 
@@ -199,6 +203,7 @@ class Cluster:
         one group of a name: whoever makes it makes the actor.
         """
         env = self.sent(order.runtime_env)  # it may take long, and comes before whatever others could see
+        self._must_stand(order.name)
         if not first and self._was_made(order.name):
             return True
         if token is not None and (highest := self.newest_token(token)) > token:
@@ -219,6 +224,21 @@ class Cluster:
                 return False
             raise
         return True
+
+    def _must_stand(self, name: str) -> None:
+        """Raise `LaunchRefused` where the run was removed since an order wrote this name down; what the order made goes, too."""
+        if private.get(self.run.key(names.PLACE, name)) is not None:
+            return
+        self.kill(name)
+        for group in self._groups(name):
+            self.remove_group(group)
+        private.remove(self.run.space + "/")
+        self.fence.is_removed = True
+        raise self._removed()
+
+    def _removed(self) -> LaunchRefused:
+        what = f"run {self.run.run} of job {self.run.job} was removed from the cluster, as dlrover ray rm does it"
+        return LaunchRefused(what, permanent=True)
 
     def _was_made(self, name: str) -> bool:
         """Has another order made the actor? A group that stays without one is removed."""
@@ -319,12 +339,23 @@ class Cluster:
 
         Raises `StillAlive` where actors are left. Then the keys stay: the token still fences, and no name is used again.
         """
-        began, told = time.monotonic(), set[str]()
+        began = time.monotonic()
+        for _ in range(2):  # an order that looked for its key before its removal has made its actor by then
+            seen, living = self._emptied(began, bound_s)
+            for group in seen.groups.values():
+                self.remove_group(group)
+            if living:
+                raise StillAlive(self.run, [actor.called for actor in living], bound_s)
+            private.remove(self.run.space + "/")
+
+    def _emptied(self, began: float, bound_s: float) -> tuple[Snapshot, list[Actor]]:
+        """End all actors; what was seen at last, and those that live on. ``began``: from when ``bound_s`` counts."""
+        told = set[str]()
         while True:
             seen, spent_s = self.look(), time.monotonic() - began
             living = [one for one in (*seen.actors.values(), *seen.standbys.values()) if not one.is_dead]
             if not living or spent_s > bound_s:
-                break
+                return seen, living
             for actor in living:
                 if spent_s > bound_s / 2:
                     self.kill(actor.called)
@@ -332,11 +363,6 @@ class Cluster:
                     self.end(actor, CLEAR_GRACE_S)
                 told.add(actor.id)
             time.sleep(CLEAR_LOOK_S)
-        for group in seen.groups.values():
-            self.remove_group(group)
-        if living:
-            raise StillAlive(self.run, [actor.called for actor in living], bound_s)
-        private.remove(self.run.space + "/")
 
 
 def _hosts() -> list[Host]:

@@ -7,20 +7,33 @@ from dlrover_backends.ray import private
 DIGITS = 20  # of every key, so that none begins another one
 
 
-def newest(prefix: str, token: int) -> int:
-    """The highest token of a master that has given orders, this one among them. ``prefix``: of the tokens' keys.
+class Fence:
+    """The tokens of one run, as one desk sees them. ``prefix``: of their keys.
 
-    Each token is a key of its own: of two masters that look and write at once neither overwrites the other's.
+    ``is_removed``: were the run's keys removed since this desk's first order, as ``dlrover ray rm`` does it? It stays so.
     """
-    known = _known(prefix)
-    if token > max(known, default=-1):
-        private.put(f"{prefix}{token:0{DIGITS}d}", b"1", overwrite=False)
-        known = _known(prefix)
-    highest = max(known, default=token)
-    for old in known - {highest}:
-        private.remove(f"{prefix}{old:0{DIGITS}d}")
-    return highest
 
+    def __init__(self, prefix: str) -> None:
+        self._prefix, self._began, self.is_removed = prefix, False, False
 
-def _known(prefix: str) -> set[int]:
-    return {int(one.removeprefix(prefix)) for one in private.keys(prefix)}
+    def newest(self, token: int) -> int:
+        """The highest token of a master that has given orders, this one among them.
+
+        Each token is a key of its own: of two masters that look and write at once neither overwrites the other's. Nothing is
+        written for a run that was removed.
+        """
+        known = self._known()
+        self.is_removed = self.is_removed or (self._began and not known)
+        if self.is_removed:
+            return max(known, default=token)
+        if token > max(known, default=-1):
+            private.put(f"{self._prefix}{token:0{DIGITS}d}", b"1", overwrite=False)
+            known = self._known()
+        self._began = True
+        highest = max(known, default=token)
+        for old in known - {highest}:
+            private.remove(f"{self._prefix}{old:0{DIGITS}d}")
+        return highest
+
+    def _known(self) -> set[int]:
+        return {int(one.removeprefix(self._prefix)) for one in private.keys(self._prefix)}
