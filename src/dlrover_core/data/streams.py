@@ -116,3 +116,12 @@ class Stream(Protocol):
     def close(self) -> None:
         """Let go of connections and files. Once more is no error."""
         ...
+
+
+@runtime_checkable
+class Holed(Protocol):
+    """A stream that can lose messages in the middle of a partition, as a folder does when a file is removed."""
+
+    def holes(self) -> Mapping[str, Sequence[Extent]]:
+        """What is gone within the extents that were told last, by partition: ascending, and no two touch. Raises nothing."""
+        ...

@@ -17,7 +17,7 @@ import os
 import time
 import zlib
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,6 +90,7 @@ class FolderStream:
         self._read_up_to = 0
         self._id = ""
         self._sources: dict[str, Source] = {}
+        self._present: set[str] = set()
         self._look()
 
     @property
@@ -105,6 +106,16 @@ class FolderStream:
     def _extent(self) -> Extent:
         first = next((one.first for one in self._segments if one.messages and self._there(one)), self._end)
         return Extent(first, self._end)
+
+    def holes(self) -> Mapping[str, Sequence[Extent]]:
+        """Files that were removed while older ones are still there."""
+        first, found = self._extent().first, list[Extent]()
+        for name, start, messages, _ in self._segments:
+            if not messages or start < first or name in self._present:
+                continue
+            joined = found.pop() if found and found[-1].end == start else Extent(start, start)
+            found.append(Extent(joined.first, start + messages))
+        return {PARTITION: found} if found else {}
 
     def _there(self, segment: _Segment) -> bool:
         return (self.folder / segment.name).exists()
@@ -188,7 +199,7 @@ class FolderStream:
     def _look(self) -> None:
         """Read what was written down, and write down which files are new."""
         try:
-            complete = _complete(self.folder)
+            complete = self._present = _complete(self.folder)
             names = {one for one in complete if self._read_it(one)}
             self._tell_left_out(complete - names)
             self._read_list()

@@ -7,7 +7,7 @@ messages. After each batch what was consumed is one offset for each partition.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ from dlrover_core.data.streams import Extent
 
 Counts = tuple[tuple[str, int], ...]
 """Of each partition, in order, so many messages."""
+Holes = Mapping[str, Sequence[Extent]]
+"""Of partitions, the offsets that are passed over as their messages are gone: `dlrover_core.data.streams.Holed` says which."""
 
 
 class Run(NamedTuple):
@@ -50,9 +52,15 @@ class Planned(NamedTuple):
         return found
 
 
-def divided(extents: Mapping[str, Extent], offsets: Mapping[str, int], batch: int, most: int) -> list[Counts]:
+def divided(
+    extents: Mapping[str, Extent], offsets: Mapping[str, int], batch: int, most: int, holes: Holes | None = None
+) -> list[Counts]:
     """As many batches of ``batch`` messages as can be read now, at most ``most``."""
-    left = {one: max(0, extents[one].end - offsets[one]) for one in sorted(offsets) if one in extents}
+    left = {
+        one: _present(offsets[one], extents[one].end, (holes or {}).get(one, ()))
+        for one in sorted(offsets)
+        if one in extents
+    }
     total, found = sum(left.values()), list[Counts]()
     while total >= batch and len(found) < most:
         share = {one: batch * many // total for one, many in left.items()}
@@ -64,6 +72,26 @@ def divided(extents: Mapping[str, Extent], offsets: Mapping[str, int], batch: in
         total -= batch
         found.append(tuple((one, many) for one, many in share.items() if many))
     return found
+
+
+def _present(offset: int, end: int, holes: Sequence[Extent]) -> int:
+    """How many messages there are from ``offset`` to ``end``."""
+    gone = sum(max(0, min(one.end, end) - max(one.first, offset)) for one in holes)
+    return max(0, end - offset) - gone
+
+
+def _runs(run: Run, holes: Sequence[Extent]) -> Iterator[Run]:
+    """So many messages from there on, over what is gone."""
+    partition, offset, many = run
+    for hole in holes:
+        before = min(many, max(0, hole.first - offset))
+        if before:
+            yield Run(partition, offset, before)
+        many -= before
+        if not many:
+            return
+        offset = max(offset, hole.end)
+    yield Run(partition, offset, many)
 
 
 class Book:
@@ -88,13 +116,13 @@ class Book:
         """The batches that are planned and not consumed, in order."""
         return self._planned
 
-    def add(self, begin: Mapping[str, int], batches: Sequence[Counts]) -> None:
+    def add(self, begin: Mapping[str, int], batches: Sequence[Counts], holes: Holes | None = None) -> None:
         """More batches, from the offsets ``begin`` on."""
-        now, start = dict(begin), self.end
+        now, start, gone = dict(begin), self.end, holes or {}
         if not self._planned:
             self.offsets = dict(begin)
         for counts in batches:
-            runs = tuple(Run(one, now[one], many) for one, many in counts)
+            runs = tuple(run for one, many in counts for run in _runs(Run(one, now[one], many), gone.get(one, ())))
             now = {**now, **{run.partition: run.offset + run.many for run in runs}}
             ends = list(accumulate((many for _, many in counts), initial=start))
             self._planned.append(Planned(start, runs, ends[-1], now))

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import length_hint
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
@@ -21,7 +21,7 @@ from torch.utils.data import get_worker_info
 from dlrover_adapters.data.folder_stream import FolderStream
 from dlrover_adapters.data.following import TOLD_S, WAIT_S, announced
 from dlrover_adapters.data.kafka import HOLES, SCHEME, KafkaStream
-from dlrover_adapters.data.stream_plan import Book, Counts, divided
+from dlrover_adapters.data.stream_plan import Book, Counts, Holes, divided
 from dlrover_core.data.cut import Place, cut_of
 from dlrover_core.data.permutation import FILE
 from dlrover_core.data.poison import sample_of
@@ -29,6 +29,7 @@ from dlrover_core.data.quota import Batch
 from dlrover_core.data.streams import (
     ENDLESS,
     Extent,
+    Holed,
     OffsetAhead,
     OffsetGone,
     Stream,
@@ -56,6 +57,7 @@ COMMIT_S = 5.0
 """Consumed offsets are told to the broker so often at most, where no checkpoint says what is consumed for good."""
 FIRST, END = "first", "end"
 REFUSE, SKIP = "refuse", "skip"
+SKIP_IT = f'give lost="{SKIP}" to do so'
 _T = TypeVar("_T")
 
 
@@ -324,9 +326,17 @@ class ElasticStream(ElasticDataset):
     def _read(self, partition: str, offset: int, count: int) -> list[Any]:
         values: list[Any] = []
         waits = _Waits(f"{self.stream.name}, partition {partition}, offset {offset}")
-        while len(values) < count:
-            at = offset + len(values)
-            values += waits.call(lambda at: self._values(partition, at, count - (at - offset)), at) or ()
+        try:
+            while len(values) < count:
+                at = offset + len(values)
+                values += waits.call(lambda at: self._values(partition, at, count - (at - offset)), at) or ()
+        except OffsetGone as gone:
+            if self._lost == REFUSE:
+                raise StreamError(f"{gone}: {SKIP_IT}") from gone
+            raise StreamError(
+                f"{gone}. They were removed after their batch had been planned on all ranks; once the ranks have started again, "
+                f'they are passed over, as lost="{SKIP}" says'
+            ) from gone
         return values
 
     def _values(self, partition: str, offset: int, most: int) -> list[Any]:
@@ -363,13 +373,21 @@ class ElasticStream(ElasticDataset):
                     dist.broadcast_object_list(box, src=0)
                     told = box[0]
             assert told is not None
-            why, begin, batches = told
-            if why:
-                raise self._failed or StreamError(why)
-            self._book.add(begin, batches)
+            if told.why:
+                raise self._failed or StreamError(told.why)
+            self._book.add(told.begin, told.batches, told.holes)
+            if rank == 0 and told.batches:
+                self._warn_of(told)
 
-    def _told(self, waits: _Waits) -> tuple[str, dict[str, int], list[Counts]]:
-        """What rank 0 tells all: why it cannot go on, or offsets and the batches from there on; none: they are to wait."""
+    def _warn_of(self, told: _Told) -> None:
+        """Which messages the batches pass over."""
+        for partition, holes in told.holes.items():
+            first, end = told.begin.get(partition, 0), self._book.planned_to.get(partition, 0)
+            for one in holes:
+                if first < one.end and one.first < end:
+                    _log.warning("%s", OffsetGone(self.stream.name, partition, max(first, one.first), one.end))
+
+    def _told(self, waits: _Waits) -> _Told:
         batch = self.division.global_batch
         until = time.monotonic() + WAIT_S
         begin = self._book.planned_to
@@ -378,17 +396,19 @@ class ElasticStream(ElasticDataset):
                 extents = waits.call(lambda _: self.stream.extents(), 0)
                 if extents is not None:
                     begin = self._offsets_in(extents, begin)
-                    batches = divided(extents, begin, batch, PLANNED_MAX)
+                    stream: object = self.stream
+                    holes = stream.holes() if self._lost == SKIP and isinstance(stream, Holed) else {}
+                    batches = divided(extents, begin, batch, PLANNED_MAX, holes)
                     if batches:
-                        return "", begin, batches
+                        return _Told("", begin, batches, holes)
                 left = until - time.monotonic()
                 if left <= 0 or extents is None:
                     waits.tell()
-                    return "", begin, []
+                    return _Told("", begin, (), {})
                 time.sleep(min(left, WAIT_S / 10))  # no broker rings a bell for several partitions
         except (StreamError, SpecError) as error:
             self._failed = error
-            return str(error), {}, []
+            return _Told(str(error), {}, (), {})
 
     def _offsets_in(self, extents: Mapping[str, Extent], begin: Mapping[str, int]) -> dict[str, int]:
         """The offsets from which more can be planned, with partitions that are new. Raises `StreamError`."""
@@ -410,7 +430,7 @@ class ElasticStream(ElasticDataset):
             elif offset < extent.first:
                 gone = OffsetGone(self.stream.name, one, offset, extent.first)
                 if self._lost == REFUSE:
-                    raise StreamError(f'{gone}: give lost="skip" to do so')
+                    raise StreamError(f"{gone}: {SKIP_IT}")
                 _log.warning("%s", gone)
                 found[one] = extent.first
         for one in sorted(found.keys() - extents.keys()):
@@ -423,6 +443,21 @@ class ElasticStream(ElasticDataset):
                 self._without.add(one)
                 _log.warning("%s", message)
         return found
+
+
+class _Told(NamedTuple):
+    """What rank 0 tells all.
+
+    why:     it cannot go on; empty: it can
+    begin:   offsets
+    batches: from there on; none: they are to wait
+    holes:   what the batches pass over
+    """
+
+    why: str
+    begin: Mapping[str, int]
+    batches: Sequence[Counts]
+    holes: Holes
 
 
 class _Waits:
