@@ -254,11 +254,23 @@ def test_every_line_that_was_considered(log: Path, capsys: pytest.CaptureFixture
 def test_an_unsure_answer_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Below 50 % the answer is unknown, with the likeliest and what to look at next."""
     path = tmp_path / "only.log"
-    path.write_text("[rank0]: RuntimeError: [gloo/pair.cc:534] Connection closed by peer [10.4.0.21]:9013\n")
+    path.write_text("loading weights\nAborted (core dumped)\n")
     assert diagnose(str(path)) == OK
     out = capsys.readouterr().out
     assert out.startswith("unknown: ")
+    assert "look at   the lines before it" in out
+
+
+def test_consequences_alone_are_told_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where every line speaks of another rank, that is known well, and the answer says that the cause stands elsewhere."""
+    path = tmp_path / "only.log"
+    path.write_text("[rank0]: RuntimeError: [gloo/pair.cc:534] Connection closed by peer [10.4.0.21]:9013\n")
+    assert diagnose(str(path)) == OK
+    out = capsys.readouterr().out
+    assert out.startswith("consequences alone: ")
     assert "look at   the peer" in out
+    found = told(capsys, str(path))
+    assert (found["unknown"], found["confidence"], found["class"]) == (False, MEASURED, "CASC")
 
 
 @pytest.mark.parametrize(

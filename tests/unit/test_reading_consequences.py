@@ -329,3 +329,14 @@ def test_what_was_survived_is_no_cause() -> None:
             if found != (signature.id if signature.id in LASTING else end):
                 wrong[line] = found
     assert wrong == {}
+
+
+def test_a_pod_that_was_given_a_place_did_not_fail_for_want_of_one() -> None:
+    """What a scheduler said before it assigned a pod is over: what ended the pod came later."""
+    waits = (
+        "Warning  FailedScheduling  16m  default-scheduler  0/3 nodes are available: 3 Insufficient nvidia.com/gpu.\n"
+    )
+    assigned = "Normal   Scheduled  9m  default-scheduler  Successfully assigned ml/train-0 to cn-7\n"
+    evicted = "Warning  Evicted  4m  kubelet  The node was low on resource: ephemeral-storage.\n"
+    assert said(waits) == "k8s.unschedulable"
+    assert said(waits + assigned + evicted) == "k8s.evicted"

@@ -109,3 +109,94 @@ def test_a_code_is_known_whatever_the_words(line: str, signature: str) -> None:
     hit = Matcher.best(matcher(table()).scan(line, "log"))
     assert hit is not None
     assert hit.signature.id == signature
+
+
+@pytest.mark.parametrize(
+    ("words", "end", "likely"),
+    [
+        # Words of no program that is known, before an end that tells nothing: a bare end, a launcher's word, a general symptom.
+        ("frobfs: libfabric: could not open the endpoint", "RuntimeError: NCCL error: unhandled system error", "efa.error"),
+        ("zork: unable to spawn a process for shard 7", "MPI_ABORT was invoked on rank 0", "processes.exhausted"),
+        ("frob7: rdma: retries exceeded, giving up on that peer", "Aborted (core dumped)", "ib.retry_exceeded"),
+        ("zorkd: job killed: memory usage limit", "Exited with exit code 143.", "cgroup.oom"),
+        ("frob: quantum decoder failed: no video stream in shard 7", "Segmentation fault (core dumped)", "data.sample"),
+    ],
+)  # fmt: skip
+def test_a_symptom_is_explained_by_words_beside_it(words: str, end: str, likely: str) -> None:
+    """Where all that is known is an end or a general symptom, the first words that fail say what it is likely about."""
+    found = answer(f"step 10 loss 2.1\n{words}\n{end}\n")
+    assert found is not None
+    assert (found.judgement.signature, found.unknown) == (likely, True)
+    assert found.judgement.action not in EVICTS
+
+
+@pytest.mark.parametrize(
+    ("words", "end", "kept"),
+    [
+        # What was lived through, what says no more than the end itself, and what does not kill anybody.
+        ("frob: the loader failed to decode a sample, skipping it", "Segmentation fault (core dumped)", "exit.sigsegv"),
+        ("launcher: container 3 failed", "Aborted (core dumped)", "exit.sigabrt"),
+        ("frob: failed to decode a sample of the archive", "Killed", "exit.sigkill"),
+        (
+            "frob: failed to decode a sample of the archive",
+            RAISED.format("KeyError: 'x'").strip(),
+            "exception.KeyError",
+        ),
+    ],
+)
+def test_what_does_not_explain_a_symptom(words: str, end: str, kept: str) -> None:
+    """A guess displaces no cause that is known, and no kill that it cannot have led to."""
+    found = answer(f"step 10 loss 2.1\n{words}\n{end}\n")
+    assert found is not None
+    assert found.judgement.signature == kept
+
+
+def test_a_warning_explains_a_symptom_only_where_nothing_else_does() -> None:
+    """Libraries warn of what ends them a moment later; a line that fails outright comes first."""
+    warned, failed = (
+        "WARNING: ray: the node is dead, it missed heartbeats",
+        "frob: cannot go on: disk full",
+    )
+    alone = answer(f"{warned}\nAborted (core dumped)\n")
+    both = answer(f"{warned}\n{failed}\nAborted (core dumped)\n")
+    assert alone is not None
+    assert both is not None
+    assert (alone.judgement.signature, both.judgement.signature) == ("ray.node_died", "disk.full")
+
+
+@pytest.mark.parametrize(
+    ("raised", "likely"),
+    [
+        # By its words, though anybody raises that type; by the words of its chain; by the library whose own type it is.
+        ("AssertionError: frob: the checkpoint does not match this model", "checkpoint.mismatch"),
+        ("zorkclient.FrobError: it did not work", "exception.FrobError"),
+        ("wandb.errors.FrobError: it did not work", "tracker.unreachable"),
+        ("botocore.frob.FrobError: it did not work", "data.connection"),
+    ],
+)
+def test_an_exception_is_likely_about_its_words_or_its_library(raised: str, likely: str) -> None:
+    """What a type tells nothing of, its message does, or the purpose of the library that it belongs to."""
+    found = answer(RAISED.format(raised))
+    assert found is not None
+    assert found.judgement.signature == likely
+
+
+def test_an_exception_is_likely_about_what_it_was_raised_for() -> None:
+    """Of a chain whose root tells nothing, the other exceptions' words count."""
+    chain = (
+        RAISED.format("FrobError: 17") + "\nThe above exception was the direct cause of the following exception:\n\n"
+    )
+    found = answer(chain + RAISED.format("ZorkError: could not decode archive member 7"))
+    assert found is not None
+    assert found.judgement.signature == "data.sample"
+
+
+def test_a_guess_is_never_sure() -> None:
+    """Consequences that a signature knows are answered surely where nothing else is there; guessed ones are not."""
+    known = answer(
+        "[rank0]: torch.distributed.DistStoreError: Timed out after 6 seconds waiting for workers. 1/2 workers joined."
+    )
+    guessed = answer("frobnicator: the peers of the collective did not join in time")
+    assert known is not None
+    assert guessed is not None
+    assert (known.unknown, guessed.unknown) == (False, True)

@@ -14,7 +14,7 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dlrover_core.diagnosis import exceptions, peers, signatures, who
+from dlrover_core.diagnosis import exceptions, files, peers, signatures, who
 from dlrover_core.diagnosis.evidence import CASC, ERROR, LOG, PLATFORM, PRINTED, Evidence
 from dlrover_core.diagnosis.exceptions import Chain, Raised
 from dlrover_core.diagnosis.matching import MISTAKES, Hit, Matcher, matcher
@@ -298,7 +298,7 @@ def _of_raised(table: Table, raised: Raised) -> Hit | None:
 
 
 def _peered(table: Table, hit: Hit | None, raised: Raised, chain: Chain) -> Hit | None:
-    """The same, but for a connection: what it is depends on the peer, whom the words name, or the calls of its chain."""
+    """The same, but for a connection or a file: the words or the calls of its chain name the peer, or the owner."""
     words = "\n".join(one.text[:2000] for one in chain.links)
     known = hit.signature.id if hit is not None else "exception"
     # An exception's package is a place as its frames are.
@@ -307,7 +307,7 @@ def _peered(table: Table, hit: Hit | None, raised: Raised, chain: Chain) -> Hit 
         for one in chain.links[::-1]
         for frame in (*one.frames, *([(f"/{one.package.replace('.', '/')}/", "", "")] if one.package else ()))
     ]
-    named = table.get(peers.meant(known, words, frames))
+    named = table.get(peers.meant(known, words, frames) or files.owner(known, words, frames))
     if named is None or named.id == known:
         return hit
     line = hit.line if hit is not None else raised.text.split("\n", maxsplit=1)[0]

@@ -92,6 +92,12 @@ def believed(kept: Sequence[tuple[int, _Text, Found]]) -> list[tuple[int, _Text,
     ]
 
 
+def symptoms_alone(found: Sequence[Found]) -> bool:
+    """Is there nothing but symptoms, ends and consequences, of which none has words of its own to guess by? Or nothing at all?"""
+    sure = [one for one in found if not one.doubted]
+    return not found or (bool(sure) and all((one.vague and not one.seen.guess) or not _tells(one) for one in sure))
+
+
 def _tells(found: Found) -> bool:
     """Does it say more than how something ended?"""
     if found.seen.source == ERROR and not found.signature:

@@ -111,6 +111,11 @@ class Matcher:
         self._set = (engine or fastest())(patterns)
 
     @property
+    def table(self) -> Table:
+        """What it looks for."""
+        return self._table
+
+    @property
     def size(self) -> int:
         """How many patterns."""
         return len(self._rules)

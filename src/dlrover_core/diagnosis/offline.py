@@ -20,6 +20,18 @@ LINE_MAX = 500
 GENERAL = frozenset(
     f"exception.{one}" for one in ("RuntimeError", "Exception", "OSError", "IOError", "Error", "unknown")
 )
+# Types that libraries raise for whatever they find: known by type alone, they mostly do not name the cause.
+ANYBODYS = frozenset(
+    f"exception.{one}"
+    for one in (
+        "AssertionError",
+        "ValueError",
+        "UnicodeDecodeError",
+        "RecursionError",
+        "InvalidArgumentError",
+        "NotFoundError",
+    )
+)
 
 
 class Observation(NamedTuple):
@@ -84,15 +96,16 @@ def evidence(table: Table, seen: Observation, number: int) -> Iterator[Evidence]
         yield _made(seen, number, seen.source, found)
         return
     likely = table.get(seen.guess) if seen.guess else None
-    if likely is not None:
-        sure = min(likely.confidence, vocabulary.GUESSED)
-        yield _made(seen, number, seen.source, classify.Found(likely.id, likely.verdict, sure, line=seen.text))
-        return
     named = table.get(seen.text.strip()) if seen.text else None
     if named is not None:
         yield _made(seen, number, seen.source, _of(named))
         return
-    for hit in matcher(table).scan(seen.text, seen.source):
+    hits = matcher(table).scan(seen.text, seen.source)
+    if likely is not None and all(_unknown(table, _of(hit.signature)) for hit in hits):
+        sure = min(likely.confidence, vocabulary.GUESSED)
+        yield _made(seen, number, seen.source, classify.Found(likely.id, likely.verdict, sure, line=seen.text))
+        return
+    for hit in hits:
         place = classify.place_of(seen.text) if hit.signature.id.startswith("exception.") else ""
         signature = hit.signature
         yield _made(
@@ -104,11 +117,11 @@ def evidence(table: Table, seen: Observation, number: int) -> Iterator[Evidence]
 
 
 def _unknown(table: Table, found: classify.Found) -> bool:
-    """Is it an exception of a general type, or of one without a row, whose words nothing knows?"""
+    """Is it an exception of a type that anybody raises, or of one without a row, whose words nothing knows?"""
     if not found.signature.startswith("exception."):
         return False
     known = table.by_id.get(found.signature)
-    return known is None or (found.signature in GENERAL and found.confidence <= known.confidence)
+    return known is None or (found.signature in GENERAL | ANYBODYS and found.confidence <= known.confidence)
 
 
 def _phase(phase: str) -> str:

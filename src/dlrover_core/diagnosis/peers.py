@@ -77,9 +77,17 @@ _LIBRARIES = (
         ),
     ),
 )
+# What mostly fails in libraries with one purpose.
+_PURPOSES = (
+    *(one for one in _LIBRARIES if one[0] == DATA_SERVER),
+    ("tracker.unreachable", re.compile(r"/(?:wandb|mlflow|neptune|comet_ml|clearml|swanlab)/")),
+    ("compile.failed", re.compile(r"/(?:torch/_(?:inductor|dynamo)|triton/compiler|torch/utils/cpp_extension)\b")),
+)
 _LOOPBACK = re.compile(r"(?:^|[^\w.\[])(?:localhost|127\.0\.0\.1|\[?::1\]?)(?=\W|$)")
 # A server that words name: a refusal by it is that server's.
 _SERVER = re.compile(r"https?://|\bHTTPS?ConnectionPool\(|\bhost='|\burl\b", re.IGNORECASE)
+
+_URL = re.compile(r"https?://[\w-]+(?:\.[\w-]+)*\.[a-z]{2,}\b", re.IGNORECASE)
 
 
 def refused(words: str) -> bool:
@@ -105,6 +113,16 @@ def peer(words: str, frames: Sequence[tuple[str, str, str]] = ()) -> str:
     return BESIDE if _LOOPBACK.search(words) else ""
 
 
+def library(frames: Sequence[tuple[str, str, str]]) -> str:
+    """The signature of what mostly fails in a library: the innermost of the call stack that has one purpose decides."""
+    for file, _, _ in reversed(frames):
+        path = f"/{file}".replace("\\", "/")
+        for name, pattern in _PURPOSES:
+            if pattern.search(path):
+                return name
+    return ""
+
+
 def meant(signature: str, words: str, frames: Sequence[tuple[str, str, str]] = ()) -> str:
     """The signature of a failed connection; empty: it is no connection, or stays what it was taken for.
 
@@ -114,7 +132,8 @@ def meant(signature: str, words: str, frames: Sequence[tuple[str, str, str]] = (
     lone = signature.startswith("exception") and (turned_away or (signature in GENERAL and unmade(words)))
     if signature not in OPEN and not lone:
         return ""
-    name = peer(words, frames)
+    # A URL in the words is the server's, whichever library started the process.
+    name = peer(words, () if _URL.search(words) else frames)
     if name == BESIDE and not turned_away:  # a program's own server may answer late
         return ""
     return name or (CONTROL if (turned_away or lone) and not _SERVER.search(words) else "")

@@ -14,13 +14,39 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from dlrover_core.diagnosis import clock, exceptions, launchers, vocabulary, who
+from dlrover_core.diagnosis import clock, exceptions, launchers, peers, vocabulary, who
 from dlrover_core.diagnosis.classify import DYING, plainly, words_of
-from dlrover_core.diagnosis.evidence import CASC, DATA, ERROR, EXIT, KERNEL, LOG, NET, PLAT, PLATFORM, RES, SOFT, USER
-from dlrover_core.diagnosis.exceptions import Chain
-from dlrover_core.diagnosis.found import EARLIER, ENDS, LIVED, WENT_ON, Found, Spot, believed, last_word, thinned
+from dlrover_core.diagnosis.evidence import (
+    CASC,
+    DATA,
+    ERROR,
+    EXIT,
+    HW,
+    KERNEL,
+    LOG,
+    NET,
+    PLAT,
+    PLATFORM,
+    RES,
+    SOFT,
+    USER,
+)
+from dlrover_core.diagnosis.exceptions import Chain, Raised
+from dlrover_core.diagnosis.found import (
+    EARLIER,
+    ENDS,
+    LIVED,
+    WENT_ON,
+    Found,
+    Spot,
+    believed,
+    last_word,
+    symptoms_alone,
+    thinned,
+)
 from dlrover_core.diagnosis.matching import Hit, Matcher
 from dlrover_core.diagnosis.offline import Observation
 from dlrover_core.diagnosis.rows import Row, Text, numbered, rows_of, stack_head
@@ -37,6 +63,9 @@ NAMED_LINES, PEER_LINES = 4, 14
 LINE_S = 1e-6
 _NOBODY = (-1, "", "", 0)
 TEXT_LINES_MAX, GUESS_LINES = 160, 3
+# What no guess adds to a symptom or an end: that a connection broke, or that something did not start.
+_UNTOLD = frozenset(("net.reset", "container.start", "exit.not_started"))
+_KILLED = (-9, 137)
 
 # A launcher that only passes on how its child ended.
 _LAUNCHES = re.compile(
@@ -60,6 +89,7 @@ _HANDLED = re.compile(
 _PLACED = re.compile(
     r"uccessfully assigned|^Node:|for host: |^Exec host: |\bexec_host ?= ?|^Execution host", re.IGNORECASE
 )
+_GOT = re.compile(r"\bSuccessfully assigned\b")
 _PEER = re.compile(r"\s*(?:Peer|Remote) host: +\S")
 # mp.spawn's own words on whose exception it passes on.
 _SPAWNED = re.compile(r"\bProcess (\d{1,5}) (?:terminated with the following error|exited with error code)")
@@ -164,7 +194,11 @@ class _File:
         )
         raised = list(self._of_chains(chains, ends))
         found = [*raised, *self._of_ends(ends), *self._lived_through(self._of_hits(hits), raised)]
-        self.found = thinned(sorted(found, key=lambda one: one.row)) or list(self._guessed())
+        self.found = thinned(sorted(found, key=lambda one: one.row))
+        if symptoms_alone(self.found):
+            known = {at for at, _ in hits} | self._taken
+            guessed = self._guessed(known)
+            self.found = sorted([*self.found, *guessed], key=lambda one: one.row)
 
     def spot(self, found: Found) -> Spot:
         """Where it was found."""
@@ -278,7 +312,8 @@ class _File:
             name = said.signature.id if said is not None and said.signature.id.startswith(ENDS) else ""
             vague = said is not None and _vague(said)
             telling = said is not None and not vague and not name and not exceptions.wraps(told)
-            likely = vocabulary.likeliest("\n".join(told.text.split("\n")[:GUESS_LINES]))
+            typed = said is None or said.signature.id.startswith("exception")
+            likely = _likeliest(told, chain) if typed else ""
             yield Found(chain.last, seen._replace(exit_code=1, guess=likely), name, doubted, told.at, vague, telling)
 
     def _of_ends(self, ends: Sequence[launchers.Ended]) -> Iterator[Found]:
@@ -328,6 +363,8 @@ class _File:
                 words += next((f" {one.body.strip()}" for one in block if _PEER.match(one.body)), "")
             its = self.rows[stack_head(self.rows, index)].who if its.rank < 0 and not its.host else its
             seen = self.places.placed(self._at(index), source, its, words, line)
+            if hit.signature.id.startswith("exception"):
+                seen = seen._replace(guess=vocabulary.likeliest(hit.line.strip()))
             own = (
                 hit.signature.verdict in (USER, DATA, SOFT)
                 or hit.signature.scope == "process"
@@ -342,6 +379,8 @@ class _File:
                 doubted = WENT_ON
             # Whoever waited for a place or an image has got it.
             waits = hit.signature.action == "wait" and hit.signature.verdict == PLAT
+            if hit.signature.id == "k8s.unschedulable" and any(_GOT.search(one.body) for one in self.rows[index:]):
+                doubted = doubted or "waited for: it was given a place after that"
             mild = waits or (source == LOG and hit.signature.verdict in (USER, DATA, SOFT, NET))
             made = Found(index, seen, hit.signature.id, doubted, vague=_vague(hit), mild=mild)
             yield made if doubted else made._replace(seen=last_word(made))
@@ -358,13 +397,28 @@ class _File:
                 return named
         return ""
 
-    def _guessed(self) -> Iterator[Found]:
-        """Where nothing is known: the first words that fail, and what they are likely about."""
-        guessed = vocabulary.guess([row.body for row in self.rows])
+    def _guessed(self, known: AbstractSet[int]) -> Iterator[Found]:
+        """Where nothing tells of a cause: the first words that fail, and what they are likely about.
+
+        ``known``: rows not looked at. Whom a signal killed, only resources, the platform or hardware explain.
+        """
+        symptoms = [one for one in self.found if not one.doubted]
+        killed = any(one.seen.exit_code in _KILLED or one.signature == "exit.sigkill" for one in symptoms)
+
+        def meant(name: str) -> bool:
+            likely = self._matcher.table.get(name)
+            if not symptoms or likely is None:
+                return likely is not None
+            return name not in _UNTOLD and likely.verdict != CASC and (not killed or likely.verdict in (RES, PLAT, HW))
+
+        lines = ["" if at in known else row.body for at, row in enumerate(self.rows)]
+        warned = {at for at, row in enumerate(self.rows) if row.level == "W"}
+        guessed = vocabulary.guess(lines, meant, warned)
         if guessed is not None and self.steps_after(guessed[0]) < STEPS_MIN:
             index, name = guessed
             row = self.rows[index]
-            seen = self.places.placed(self._at(index), LOG, row.who, row.body.strip(), row.raw)
+            its = Who(host=self._dead_node(index)) if name.startswith("ray.") else row.who
+            seen = self.places.placed(self._at(index), LOG, its, row.body.strip(), row.raw)
             yield Found(index, seen._replace(guess=name), name, vague=True)
 
     def _lived_through(self, hits: Iterable[Found], raised: Sequence[Found]) -> Iterator[Found]:
@@ -416,6 +470,16 @@ def _front(row: Row) -> str:
 def seen_who(seen: Observation) -> Who:
     """The writer that an observation names."""
     return Who(seen.rank, -1, seen.host)
+
+
+def _likeliest(told: Raised, chain: Chain) -> str:
+    """What an exception is likely about: by its own words, where it was raised, the words of its chain, or its library."""
+    others = [one for one in reversed(chain.links) if one.at != told.at and not exceptions.wraps(one)]
+    said = ["\n".join(one.text.split("\n")[:GUESS_LINES]) for one in (told, *others)]
+    named = next(filter(None, map(vocabulary.likeliest, (said[0], told.origin, *said[1:]))), "")
+    # A library's own type tells of what the library does.
+    package = (f"{told.package.replace('.', '/')}/", "", "")
+    return named or (peers.library((*told.frames, package)) if told.package and not exceptions.wraps(told) else "")
 
 
 def _passes_on(chain: Chain) -> bool:

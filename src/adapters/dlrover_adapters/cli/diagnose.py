@@ -85,12 +85,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _told(known: Table, answer: Answer, read: Read, *, explain: bool) -> str:
     """The answer for people."""
+    from dlrover_core.diagnosis.evidence import CASC
     from dlrover_core.history.phrases import safe
 
     first = answer.judgement
     told = []
     if answer.unknown:
         told += ["unknown: nothing in it says for sure what failed first; the likeliest:", ""]
+    elif first.verdict == CASC and not first.blamed and first.rank < 0:
+        told += ["consequences alone: which rank failed first, or was late, is not in it; what it says:", ""]
     told += [
         f"{_title(known, first)} (signature {first.signature}, class {first.verdict}, {answer.causes[0].confidence:.0%} sure)",
         f"  where     {_where(answer)}",
