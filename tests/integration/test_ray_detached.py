@@ -27,7 +27,10 @@ def shared_ground(ray_light: RayGround) -> RayGround:
 
 
 class Detached:
-    """Commands of a person who is in ``folder``, on a host of the cluster."""
+    """Commands of a person who is in ``folder``, on a host of the cluster.
+
+    What the runtime environment is made of may be deleted once the first node has begun (`forget`).
+    """
 
     def __init__(self, ground: RayGround, folder: Path) -> None:
         self.folder = folder
@@ -47,13 +50,23 @@ class Detached:
         return subprocess.Popen(words, env=self.env, cwd=self.folder, stdin=subprocess.DEVNULL)
 
     def line(self, job: str) -> list[str]:
-        """A job whose script lies in a folder that Ray sends to the hosts."""
+        """A job whose script lies in a folder that Ray sends to the hosts, with a requirements file that asks for nothing."""
         sent = self.folder / "sent"
         sent.mkdir(exist_ok=True)
         shutil.copy(SCRIPTS / "until_told.py", sent / "train.py")
-        (self.folder / "env.yaml").write_text("working_dir: sent", encoding="utf-8")
+        # Hosts of this cluster share a folder for what was sent, and one may remove there what an earlier job had in common.
+        (sent / "of-job.txt").write_text(job, encoding="utf-8")
+        (self.folder / "needs.txt").write_text("# nothing\n", encoding="utf-8")
+        env = "working_dir: sent\npip: needs.txt\nenv_vars: {PROOF: 'a,b'}"
+        (self.folder / "env.yaml").write_text(env, encoding="utf-8")
         state = ("--state-dir", str(self.folder / "state"), "--runtime-env", "env.yaml")
         return ["--backend", "ray", "--job-id", job, *state, *LEAN, "train.py", str(self.folder)]
+
+    def forget(self) -> None:
+        """Delete all that the runtime environment is made of."""
+        shutil.rmtree(self.folder / "sent")
+        for name in ("env.yaml", "needs.txt"):
+            (self.folder / name).unlink()
 
     def ranks(self) -> set[str]:
         """Ranks that have begun, with the ids of their processes."""
@@ -79,7 +92,7 @@ def masters_of(job: str) -> list[int]:
 def test_masters_may_die_and_nothing_is_left(ground: RayGround, tmp_path: Path) -> None:
     """Masters and their keeper are killed: others lead, no rank is restarted; the job is stopped, and all is removed.
 
-    The script is what lay in the folder when the job was started.
+    The script is what lay in the folder when the job was started, and the runtime environment is what its files said then.
     """
     job = Detached(ground, tmp_path)
     said = job.start("kept")
@@ -87,9 +100,10 @@ def test_masters_may_die_and_nothing_is_left(ground: RayGround, tmp_path: Path) 
     assert "Ray ends all of it within 60 s" in said, said
     assert "job 'kept' is in this cluster already" in job.start("kept", status=2)
     eventually(lambda: len(job.ranks()) == 2, "two ranks")
-    shutil.rmtree(tmp_path / "sent")
+    job.forget()
     eventually(lambda: "2 of 2 nodes started" in job.says("dlrover", "status", "ray:kept"), "both nodes started")
     ranks, run = job.ranks(), run_of("kept")
+    assert {variable(pid_of(one), "PROOF") for one in ranks} == {"a,b"}
     [first] = masters_of("kept")
     keeper = parent_of(first)
     os.kill(keeper, signal.SIGKILL)
@@ -169,6 +183,11 @@ def variable(pid: int, name: str) -> str:
     """A variable of the environment that a process began with; empty: it has none."""
     env = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return next((one.partition("=")[2] for one in env if one.startswith(f"{name}=")), "")
+
+
+def pid_of(rank: str) -> int:
+    """The process of a rank that has begun."""
+    return int(rank.rpartition("-")[2])
 
 
 def keepers(ground: RayGround) -> str:

@@ -22,7 +22,7 @@ from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.http import client as http_client
 from dlrover_adapters.http.client import Unanswered
 from dlrover_adapters.http.tls import Untrusted
-from dlrover_backends.ray import client, mastery, settings
+from dlrover_backends.ray import client, mastery, runtime_env, settings
 from dlrover_backends.ray.client import RayBackend
 from dlrover_backends.ray.settings import Settings
 from dlrover_core import BackendContext
@@ -103,7 +103,7 @@ def test_a_script_that_was_not_submitted(tmp_path: Path, monkeypatch: pytest.Mon
     """Under `ray job submit` nodes get the folder that Ray has unpacked here: a script that is not in it is told at once."""
     monkeypatch.chdir(tmp_path)
     options = cli_options.parse(["--backend", "ray", "train.py"])
-    monkeypatch.setenv(settings.SUBMITTED, '{"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}}')
+    monkeypatch.setenv(runtime_env.SUBMITTED, '{"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}}')
     with pytest.raises(SpecError, match=r"'train\.py' is not in the folder that ray job submit has sent"):
         ray_flags.check(options)
     ray_flags.check(cli_options.parse(["--backend", "ray", "-m", "train"]))
@@ -112,7 +112,9 @@ def test_a_script_that_was_not_submitted(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "sent" / "train.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "sent")
     ray_flags.check(options)
-    monkeypatch.setenv(settings.SUBMITTED, '{"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip", "image_uri": "a"}}')
+    monkeypatch.setenv(
+        runtime_env.SUBMITTED, '{"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip", "image_uri": "a"}}'
+    )
     ray_flags.check(cli_options.parse(["--backend", "ray", "other.py"]))
 
 

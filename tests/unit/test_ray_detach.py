@@ -16,7 +16,7 @@ import pytest
 from dlrover_adapters.cli import backends, groups, in_pod, ray_detach, ray_flags, ray_reach
 from dlrover_adapters.cli import main as dlrover
 from dlrover_adapters.cli import options as cli_options
-from dlrover_backends.ray import mastery, names, settings
+from dlrover_backends.ray import masters_keeper, mastery, names, runtime_env, settings
 from dlrover_backends.ray.mastery import Plan
 from dlrover_core.errors import SpecError
 
@@ -51,12 +51,18 @@ def test_a_log_on_one_host_pins_its_masters() -> None:
 
 
 def test_masters_in_the_cluster_have_the_environment_of_the_nodes(tmp_path: Path) -> None:
-    """The runtime environment reaches masters on another host as text, with the addresses of what was sent to the cluster."""
-    env = {"working_dir": "gcs://_ray_pkg_1.zip", "env_vars": {"A": "1,2"}}
+    """It reaches masters on another host with the addresses of what was sent to the cluster, and however large it is.
+
+    What may be secret in it is in no variable and no word of a command.
+    """
+    lines = [f"package-{number} --hash=sha256:{'0' * 64}" for number in range(3000)]
+    env = {"working_dir": "gcs://_ray_pkg_1.zip", "pip": lines, "env_vars": {"A": "1,2", "PASSWORD": "swordfish"}}
     plan = plan_of("--resources", "CPU=1,GPU=2", env=env)
+    assert len(json.dumps(env)) > 128 * 1024
+    assert "swordfish" not in masters_keeper.backend_of(plan) + repr(plan)
     told = settings.read(ray_detach.context(options_of(plan), choice_of(plan), spec_of(plan), "t", "r"))
     assert (told.address, told.resources) == ("h:6379", "CPU=1,GPU=2")
-    assert settings.runtime_env(told.runtime_env, str(tmp_path)) == env
+    assert runtime_env.read(told.runtime_env, str(tmp_path)) == env
     assert (plan.cwd, plan_of().cwd) == ("", str(tmp_path))
 
 
@@ -65,7 +71,7 @@ def options_of(plan: Plan) -> Any:
     options = cli_options.parse(list(plan.argv))
     options.argv = plan.argv
     environ: MutableMapping[str, str] = {
-        in_pod.BACKEND: plan.backend,
+        in_pod.BACKEND: masters_keeper.backend_of(plan),
         in_pod.BIND: "0.0.0.0:4000",
         in_pod.MASTERS: "10.0.0.1:4000",
         in_pod.JOB: plan.job,
@@ -109,15 +115,15 @@ def test_what_a_keeper_says_is_not_said_twice(line: tuple[str, ...], said: str) 
 def test_what_ray_job_submit_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder that `ray job submit` has sent is the nodes' too, below what --runtime-env says."""
     told = {"runtime_env": {"working_dir": "gcs://a.zip", "env_vars": {"A": "1", "B": "1"}, "_ray_commit": "x"}}
-    environ = {settings.SUBMITTED: json.dumps(told)}
-    outer = settings.submitted(environ)
+    environ = {runtime_env.SUBMITTED: json.dumps(told)}
+    outer = runtime_env.submitted(environ)
     assert outer == {"working_dir": "gcs://a.zip", "env_vars": {"A": "1", "B": "1"}}
-    found = settings.joined(outer, {"env_vars": {"B": "2"}, "pip": ["x"]})
+    found = runtime_env.joined(outer, {"env_vars": {"B": "2"}, "pip": ["x"]})
     assert found == {"working_dir": "gcs://a.zip", "env_vars": {"A": "1", "B": "2"}, "pip": ["x"]}
-    assert [settings.submitted({settings.SUBMITTED: wrong}) for wrong in ("", "{", "[]", '{"runtime_env": 1}')] == [
-        {}
-    ] * 4
-    monkeypatch.setenv(settings.SUBMITTED, environ[settings.SUBMITTED])
+    assert [
+        runtime_env.submitted({runtime_env.SUBMITTED: wrong}) for wrong in ("", "{", "[]", '{"runtime_env": 1}')
+    ] == [{}] * 4
+    monkeypatch.setenv(runtime_env.SUBMITTED, environ[runtime_env.SUBMITTED])
     assert ray_flags.has_files(cli_options.parse(["--backend", "ray", "x.py"]))
 
 

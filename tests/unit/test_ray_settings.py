@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_backends.ray import faults, names, settings
+from dlrover_backends.ray import faults, names, runtime_env, settings
 from dlrover_backends.ray.names import Run
 from dlrover_backends.ray.settings import Settings
 from dlrover_core import BackendContext
@@ -99,11 +99,11 @@ def test_the_variable_is_used_where_no_address_is_said(monkeypatch: pytest.Monke
 def test_a_runtime_environment(tmp_path: Path) -> None:
     """JSON or YAML; its folder is relative to where the command was typed. What cannot be read is named."""
     (tmp_path / "env.yaml").write_text("working_dir: code\nenv_vars: {A: '1'}\n", encoding="utf-8")
-    found = settings.runtime_env("env.yaml", str(tmp_path))
+    found = runtime_env.read("env.yaml", str(tmp_path))
     assert found == {"working_dir": f"{tmp_path}/code", "env_vars": {"A": "1"}}
     (tmp_path / "env.json").write_text('{"working_dir": "s3://b/c.zip"}', encoding="utf-8")
-    assert settings.runtime_env("env.json", str(tmp_path)) == {"working_dir": "s3://b/c.zip"}
-    assert settings.runtime_env("", str(tmp_path)) == {}
+    assert runtime_env.read("env.json", str(tmp_path)) == {"working_dir": "s3://b/c.zip"}
+    assert runtime_env.read("", str(tmp_path)) == {}
     (tmp_path / "bad.json").write_text("{", encoding="utf-8")
     (tmp_path / "bad.yaml").write_text("a: [", encoding="utf-8")
     (tmp_path / "list.yaml").write_text("- a", encoding="utf-8")
@@ -114,7 +114,7 @@ def test_a_runtime_environment(tmp_path: Path) -> None:
         ("list.yaml", "holds no mapping"),
     ):
         with pytest.raises(SpecError, match=word):
-            settings.runtime_env(name, str(tmp_path))
+            runtime_env.read(name, str(tmp_path))
 
 
 MISMATCH = """Version mismatch: The cluster was started with:

@@ -59,6 +59,8 @@ def chosen(options: Options) -> Choice | None:
     _check(options)
     _check_standbys(options, choice)
     ray_flags.check(options)
+    if choice.name == RAY:
+        choice = ray_flags.carried(choice)
     importlib.import_module("dlrover_adapters.telemetry.light")
     # Made of nothing that counts: a class that does not fit, and arguments that it refuses, end the command here.
     blank = backends.BackendContext("job", "", ("127.0.0.1:1",), "", ("true",), cwd=os.getcwd(), args=choice.args)

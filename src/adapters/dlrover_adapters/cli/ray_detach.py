@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
@@ -129,9 +128,9 @@ def context(options: Options, choice: Choice, spec: JobSpec, token: str, run_: s
 
 def environment(here: BackendContext, told: Settings) -> dict[str, Any]:
     """The nodes' runtime environment, that of ``ray job submit`` below the file's. Raises `SpecError`."""
-    from dlrover_backends.ray import settings
+    from dlrover_backends.ray import runtime_env
 
-    return settings.joined(settings.submitted(os.environ), settings.runtime_env(told.runtime_env, here.cwd))
+    return runtime_env.read(told.runtime_env, here.cwd, runtime_env.submitted(os.environ))
 
 
 def plan(options: Options, here: BackendContext, told: Settings, env: Mapping[str, Any]) -> Plan:
@@ -144,7 +143,7 @@ def plan(options: Options, here: BackendContext, told: Settings, env: Mapping[st
         here.run,
         here.arguments,
         here.token,
-        backend="ray:" + settings.text(told._replace(runtime_env=json.dumps(env) if env else "")),
+        backend=f"ray:{settings.text(told._replace(runtime_env=''))}",
         env=ray_attached.passed(os.environ),
         cwd="" if env.get("working_dir") else here.cwd,
         log=log,

@@ -7,9 +7,13 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dlrover_adapters.cli.torchrun_flags import Given, Options
 from dlrover_core.errors import SpecError
+
+if TYPE_CHECKING:
+    from dlrover_core.runtime.backends import Choice
 
 RAY = "ray"
 FLAGS = ("ray_address", "resources", "label", "runtime_env")
@@ -87,18 +91,18 @@ def named(options: Options) -> str | None:
 
 def check(options: Options) -> None:
     """Refuse a script that no node will have: that is not in its working directory, or not here. Raises `SpecError`."""
-    file, script = _runtime_env(options), options.script
+    text, script = _runtime_env(options), options.script
     if not is_ray(options) or not hasattr(options, "module"):  # `dlrover master` has a job's file
         return
     if script is None or options.module or options.no_python:
         return
-    from dlrover_backends.ray import settings
+    from dlrover_backends.ray import runtime_env
 
-    outer = settings.submitted(os.environ)
-    if not file:
+    outer = runtime_env.submitted(os.environ)
+    if not text:
         _check_submitted(outer, script)
         return
-    env = settings.joined(outer, settings.runtime_env(file, os.getcwd()))
+    env, file = runtime_env.read(text, os.getcwd(), outer), "the text" if text.startswith("{") else text
     folder = env.get("working_dir")
     if not env.keys() & _FOLDERS and not Path(script).exists():
         raise SpecError(
@@ -134,12 +138,27 @@ def has_files(options: argparse.Namespace) -> bool:
     """Do nodes get files of their own, so that a program which is not here may be there?"""
     if not is_ray(options):
         return False
-    from dlrover_backends.ray import settings
+    from dlrover_backends.ray import runtime_env
 
-    if settings.submitted(os.environ).get("working_dir"):
+    if runtime_env.submitted(os.environ).get("working_dir"):
         return True
-    file = _runtime_env(options)
-    return bool(file) and not settings.runtime_env(file, os.getcwd()).keys() <= _NO_FILES
+    text = _runtime_env(options)
+    return bool(text) and not runtime_env.read(text, os.getcwd()).keys() <= _NO_FILES
+
+
+def carried(choice: Choice) -> Choice:
+    """The same choice, with what the file of its runtime environment says now, and the files that this one names.
+
+    Masters read it from this process's memory: what becomes of those files later is no matter. Raises `SpecError`.
+    """
+    from dlrover_backends.ray import runtime_env, settings
+    from dlrover_core.runtime.backends import BackendContext
+
+    told = settings.read(BackendContext("job", "", (), "", args=choice.args))
+    if not told.runtime_env:
+        return choice
+    held = runtime_env.held(runtime_env.read(told.runtime_env, os.getcwd()))
+    return choice._replace(args=settings.text(told._replace(runtime_env=held)))
 
 
 def _runtime_env(options: argparse.Namespace) -> str:

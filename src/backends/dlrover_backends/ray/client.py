@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 from typing import Any, Union
 
-from dlrover_backends.ray import faults, mastery, settings, warm
+from dlrover_backends.ray import faults, mastery, runtime_env, settings, warm
 from dlrover_backends.shared import asking, wire
 from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage, SpecError
 from dlrover_core.job.orders import NodeLaunch
@@ -42,7 +42,7 @@ class NoDesk(CoreError):
 
 
 class RayBackend:
-    """Actors of one run. Making it neither connects nor starts anything.
+    """Actors of one run. Making it neither connects nor starts anything; it reads what the runtime environment is, once.
 
     ``check_s``: so long a check may take; importing Ray takes seconds, and more where the processors are busy.
     """
@@ -51,6 +51,7 @@ class RayBackend:
 
     def __init__(self, here: BackendContext) -> None:
         self._here, self._told = here, settings.read(here)
+        self._env = runtime_env.read(self._told.runtime_env, here.cwd, runtime_env.submitted(os.environ))
         self._own: tempfile.TemporaryDirectory[str] | None = None
         self._starting = asyncio.Lock()
         self._warm = warm.Warm(self._order, self._call)
@@ -105,7 +106,6 @@ class RayBackend:
 
     async def check(self) -> None:
         """Join the cluster. Raises `SpecError` for what does not mend itself."""
-        settings.runtime_env(self._told.runtime_env, self._here.cwd)
         if not _answers(self._path()):
             await asyncio.to_thread(faults.probe, self._told.address)
         try:
@@ -143,10 +143,9 @@ class RayBackend:
 
     async def keep(self, plan: mastery.Plan) -> None:
         """Have masters kept in the cluster too. What they are told of nodes is filled in. Raises `SpecError`, `CoreError`."""
-        env = self._env()
-        match await self._call("send", env):
+        match await self._call("send", self._env):
             case (str(address), dict(sent)):
-                told = self._told._replace(address=address, runtime_env=json.dumps(sent) if sent else "")
+                told = self._told._replace(address=address, runtime_env="")
                 await self._call(
                     "keep", {**plan.to_map(), "backend": f"ray:{settings.text(told)}", "runtime_env": sent}
                 )
@@ -197,11 +196,6 @@ class RayBackend:
 
     # ---- what is ordered
 
-    def _env(self) -> dict[str, Any]:
-        """The nodes' runtime environment: that of ``ray job submit`` below what is said here. Raises `SpecError`."""
-        ours = settings.runtime_env(self._told.runtime_env, self._here.cwd)
-        return settings.joined(settings.submitted(os.environ), ours)
-
     def _order(self, node: NodeLaunch) -> dict[str, Any]:
         """The fields of `cluster.Order`. Raises `SpecError`."""
         here, told = self._here, self._told
@@ -211,7 +205,7 @@ class RayBackend:
         asked = {"CPU": node.cpu_m / 1000, "GPU": float(node.gpus), "memory": float(node.memory_mib << 20)}
         wants.update({name: amount for name, amount in asked.items() if amount})
         wants.setdefault("CPU", float(node.nproc))
-        env = self._env()
+        env = self._env
         set_by_user = env.get("env_vars")
         kept = tuple(set_by_user) if isinstance(set_by_user, Mapping) else ()
         variables = {**here.environment(node), TOKEN: here.token}
@@ -224,7 +218,7 @@ class RayBackend:
             "runtime_env": env,
             "again": node.incarnation > 0,
             "plan": {
-                "command": here.command,
+                "command": () if here.arguments else here.command,
                 "arguments": here.arguments,
                 "env": {name: value for name, value in variables.items() if name not in kept},
                 "cwd": "" if env.get("working_dir") else here.cwd,

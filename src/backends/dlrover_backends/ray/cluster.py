@@ -269,19 +269,32 @@ class Cluster:
 
         Nodes that are launched hours later, by another desk, get the same files.
         """
+        env = names.plain(env)
         if not names.folders(env):
-            return dict(env)
-        key = self.run.key(names.ENV, names.digest(env))
-        raw = private.get(key)
-        known: dict[str, Any] = json.loads(raw) if raw else {}
+            return env
+        known = self._sent_before(env)
         if not known or not all(private.is_there(one) for one in names.packages(known)):
             before, known = known, private.uploaded(env)
             if before not in ({}, known):
                 log.warning(
                     "a folder is sent anew, as it is now", before=names.packages(before), now=names.packages(known)
                 )
-            private.put(key, json.dumps(known).encode())
+            private.put(self.run.key(names.ENV, names.digest(env)), json.dumps(known).encode())
         return known
+
+    def _sent_before(self, env: Mapping[str, Any]) -> dict[str, Any]:
+        """The same as it was sent last, whether or not the cluster still has it; empty: it never was."""
+        raw = private.get(self.run.key(names.ENV, names.digest(env)))
+        return dict(json.loads(raw)) if raw else {}
+
+    def shape(self, shape: str, env: Mapping[str, Any]) -> str:
+        """The shape of a node with this runtime environment, whoever orders it.
+
+        Masters beside the command that was typed name folders of their host, those in the cluster what was made of them there.
+        """
+        env = names.plain(env)
+        sent = self._sent_before(env) if names.folders(env) else {}
+        return f"{shape}-{names.digest(sent or self.sent(env))}"
 
     def _keeper(self, order: Order, wants: Mapping[str, float], group: Any, env: Mapping[str, Any]) -> None:
         custom = {name: amount for name, amount in wants.items() if name not in {"CPU", "GPU", "memory"}}

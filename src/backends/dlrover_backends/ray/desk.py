@@ -91,10 +91,11 @@ class Desk:
             if order.name in await asyncio.to_thread(self._cluster.deletions.names):
                 raise LaunchRefused(f"{order.name} was here and was deleted; a name is used once", permanent=True)
             fitting: list[str] = []
-            if fit:
-                await self._lookout.look(anew=False)  # a standby that is not published yet may be no node yet
-                fitting = self._standbys.fitting(fit["group"], fit["shape"], fit["heard"], order.avoid)
             try:
+                if fit:
+                    await self._lookout.look(anew=False)  # a standby that is not published yet may be no node yet
+                    shape = await asyncio.to_thread(self._cluster.shape, fit["shape"], order.runtime_env)
+                    fitting = self._standbys.fitting(fit["group"], shape, fit["heard"], order.avoid)
                 made = await asyncio.to_thread(self._cluster.create, order, fitting, token=token)
             except LaunchRefused:
                 raise
@@ -111,7 +112,11 @@ class Desk:
     async def _reserve(self, token: int, wanted: tuple[Any, ...]) -> tuple[object, ...]:
         async with self._ordering:
             await self._fence(token)
-            await self._standbys.level([Reserve(**one) for one in wanted])
+            groups = [Reserve(**one) for one in wanted]
+            shapes = [
+                await asyncio.to_thread(self._cluster.shape, one.shape, one.order["runtime_env"]) for one in groups
+            ]
+            await self._standbys.level([one._replace(shape=shape) for one, shape in zip(groups, shapes, strict=True)])
         return ("done", None)
 
     async def _delete(self, token: int, name: str, grace_s: float) -> tuple[object, ...]:

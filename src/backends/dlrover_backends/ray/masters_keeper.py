@@ -24,7 +24,7 @@ from typing import Any
 
 import structlog
 
-from dlrover_backends.ray import mastery
+from dlrover_backends.ray import mastery, runtime_env
 from dlrover_backends.ray.keeper import KILL_WAIT_S, OWN, command, raylet
 from dlrover_backends.ray.mastery import ENDS, EVERYWHERE, Plan
 from dlrover_backends.shared.process import LocalCommand, Started
@@ -67,6 +67,7 @@ class MastersKeeper:
 
         self._plan, self._number, self._host, self._part = mastery.of_map(plan), number, host, part
         self._started: Started | None = None
+        self._backend = ""
         self._last: deque[str] = deque(maxlen=LINES)
         self._released, self._idle = os.eventfd(0, os.EFD_CLOEXEC), threading.Event()
         for name in (*OWN, *(one for one in os.environ if one.startswith("DLROVER_"))):
@@ -216,10 +217,11 @@ class MastersKeeper:
 
     def _environment(self) -> dict[str, str]:
         plan, port = self._plan, self._port()
+        self._backend = self._backend or backend_of(plan)
         own = f"{_address() if plan.bind == EVERYWHERE else plan.bind}:{port}"
         self._store(mastery.at(self._plan.run, self._number), own.encode())
         found = {
-            BACKEND: plan.backend,
+            BACKEND: self._backend,
             BIND: f"{plan.bind}:{port}",
             MASTERS: ",".join(self._all(own)),
             JOB: plan.job,
@@ -387,6 +389,17 @@ def started_at(pid: int) -> str:
     except OSError:
         return ""
     return "" if fields[0] in {b"Z", b"X"} else fields[19].decode()
+
+
+def backend_of(plan: Plan) -> str:
+    """The backend with its arguments. The runtime environment lies in this process's memory, where masters read it.
+
+    A variable has 128 KiB at most, and whatever masters start would have it too.
+    """
+    if not plan.runtime_env:
+        return plan.backend
+    name, _, args = plan.backend.partition(":")
+    return f"{name}:{','.join(filter(None, (args, f'runtime_env={runtime_env.held(plan.runtime_env)}')))}"
 
 
 def environment_of(plan: Plan) -> Mapping[str, Any]:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote
 
+from dlrover_backends.ray import names
+
 SPACE = "dlrover-masters"
 """The Ray namespace of all masters' keepers: there a job's name is used once."""
 PREFIX, CLAIM = "masters/", "claim/"
@@ -32,7 +34,7 @@ class Plan:
     run:         the id of this life of it
     argv:        the words after ``dlrover-run``, as they were typed
     token:       the job's secret
-    backend:     ``ray:ARGS``, as masters in the cluster are told it
+    backend:     ``ray:ARGS``, as masters in the cluster are told it, without the runtime environment
     env:         further variables of the masters
     cwd:         where the command was typed; empty: in the folder of the runtime environment
     log:         the URL of a log that hosts share; empty: SQLite in ``state_dir``
@@ -42,7 +44,7 @@ class Plan:
     driver:      the launcher whose death is waited for, as ``PID:START``; empty: masters are started at once
     pinned:      the resource of the host that they may run on alone; empty: any host
     keepers:     how many keepers there are, each on another host
-    runtime_env: folders that are kept in the cluster as long as the masters are: addresses alone
+    runtime_env: that of the nodes; its folders are addresses in the cluster, which keeps them as long as the masters
     """
 
     job: str
@@ -59,7 +61,7 @@ class Plan:
     driver: str = ""
     pinned: str = ""
     keepers: int = 1
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    runtime_env: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def to_map(self) -> dict[str, Any]:
         """As `of_map` takes it, of plain values alone."""
@@ -68,7 +70,8 @@ class Plan:
 
 def of_map(told: Mapping[str, Any]) -> Plan:
     """The plan that `Plan.to_map` has made a map of."""
-    return Plan(**{**told, "argv": tuple(told["argv"])})
+    env = names.plain(told.get("runtime_env", {}))
+    return Plan(**{**told, "argv": tuple(told["argv"]), "runtime_env": env})
 
 
 @dataclass(frozen=True)

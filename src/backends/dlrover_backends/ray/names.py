@@ -75,6 +75,11 @@ def packages(env: Mapping[str, Any]) -> list[str]:
     return [one for one in _parts(env) if one.startswith("gcs://")]
 
 
+def plain(env: Mapping[str, Any]) -> dict[str, Any]:
+    """The same runtime environment with lists as lists. The desk's socket makes tuples of them, which Ray refuses."""
+    return dict(json.loads(json.dumps(env)))
+
+
 def digest(env: Mapping[str, Any]) -> str:
     """A short name of a runtime environment."""
     return hashlib.sha256(json.dumps(env, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -5,13 +5,10 @@ A value that has commas is written with percent signs (``resources=CPU%3D8%2CGPU
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 from dlrover_core.errors import SpecError
@@ -21,7 +18,6 @@ FIELD = "backend"
 EVENTS = "RAY_SCHEDULER_EVENTS"
 """With ``0`` Ray's library prints no words of its autoscaler, which are about all jobs of the cluster. Read at its import."""
 VARIABLE, AUTO = "RAY_ADDRESS", "auto"
-SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 NODE_ID = "ray.io/node-id"
 """The label of a host's id, by which nodes are kept off hosts."""
 PART_MIN = 0.0001
@@ -141,70 +137,6 @@ def labels_of(texts: tuple[str, ...]) -> dict[str, str]:
             raise SpecError(FIELD, f"label={one!r}: {key} stands twice; one selector may name several values: in(a,b)")
         found[key] = selector
     return found
-
-
-def runtime_env(path: str, cwd: str) -> dict[str, Any]:
-    """Ray's runtime environment from a JSON or YAML file; folders in it are relative to ``cwd``. Raises `SpecError`."""
-    if not path:
-        return {}
-    if path.startswith("{"):  # as masters in the cluster are told it
-        return dict(_parsed(path, "{}.json"))
-    file = Path(cwd, path)
-    try:
-        raw = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(FIELD, f"runtime_env={path!r} cannot be read: {error}") from error
-    found = _parsed(raw, path)
-    if not isinstance(found, Mapping):
-        raise SpecError(
-            FIELD, f"runtime_env={path!r} holds no mapping; write working_dir: ., pip: [...], env_vars: ..."
-        )
-    folder = found.get("working_dir")
-    if isinstance(folder, str) and "://" not in folder:
-        found = {**found, "working_dir": str(Path(cwd, folder).resolve())}
-    modules = found.get("py_modules")
-    if isinstance(modules, list):
-        found = {
-            **found,
-            "py_modules": [
-                str(Path(cwd, one).resolve()) if isinstance(one, str) and "://" not in one else one for one in modules
-            ],
-        }
-    return dict(found)
-
-
-def submitted(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The runtime environment with which ``ray job submit`` has sent this command; empty: it was not.
-
-    Nodes get it too, and nodes that are launched when this command is over do not inherit it.
-    """
-    try:
-        told = json.loads(environ.get(SUBMITTED, ""))["runtime_env"]
-    except (ValueError, LookupError, TypeError):
-        return {}
-    return {key: value for key, value in told.items() if not key.startswith("_")} if isinstance(told, Mapping) else {}
-
-
-def joined(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """A runtime environment over another one, as Ray joins them: key by key, and ``env_vars`` by their names."""
-    found = {**outer, **inner}
-    if isinstance(outer.get("env_vars"), Mapping) and isinstance(inner.get("env_vars"), Mapping):
-        found["env_vars"] = {**outer["env_vars"], **inner["env_vars"]}
-    return found
-
-
-def _parsed(raw: str, path: str) -> Any:
-    try:
-        return json.loads(raw)
-    except ValueError as error:
-        if path.endswith(".json"):
-            raise SpecError(FIELD, f"runtime_env={path!r} is not JSON: {error}") from error
-    import yaml  # Ray brings it
-
-    try:
-        return yaml.safe_load(raw)
-    except yaml.YAMLError as error:
-        raise SpecError(FIELD, f"runtime_env={path!r} is no YAML, or more than one document: {error}") from error
 
 
 def _bytes(text: str) -> float | None:

@@ -39,10 +39,12 @@ def shape_of(order: Mapping[str, Any], group: str) -> str:
     """What nodes a standby fits: those whose orders differ in their names, the hosts to avoid, and the masters, alone.
 
     Each master names itself first, and those of another life have other addresses: a standby that one of them hears fits it.
+    The desk adds the runtime environment (`cluster.Cluster.shape`), whose folders each master names in its own way.
     """
     same = nameless(order, group)
     env = {name: value for name, value in same["plan"]["env"].items() if name != MASTERS}
-    return names.digest({**same, "name": "", "avoid": [], "plan": {**same["plan"], "env": env}})
+    plan = {**same["plan"], "env": env}
+    return names.digest({**same, "name": "", "avoid": [], "runtime_env": {}, "plan": plan})
 
 
 class Warm:
