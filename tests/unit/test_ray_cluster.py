@@ -255,10 +255,13 @@ def test_what_ray_refuses_is_refused(ray: Ray) -> None:
 def test_a_deposed_master_places_nothing(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another master gives orders while a folder is sent: what was ordered before is not done."""
     run = Cluster(RUN)
-    monkeypatch.setattr(run, "sent", lambda _: run.newest_token(8) and {})
-    assert run.newest_token(7) == 7
+    monkeypatch.setattr(run, "sent", lambda _: run.fence.newest(8) and {})
+    run.fence.check(7)
     with pytest.raises(StaleToken):
         run.create(ORDER, token=7)
+    with pytest.raises(StaleToken):
+        run.admit(7)
+    run.admit(8)
     assert (ray.actors, ray.groups) == ([], [])
 
 

@@ -170,6 +170,7 @@ class Ground:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run, self.ended, self.now = RUN, set[str](), 1000.0
         self.deletions, self.seating = Deletions(RUN), None
+        self.fence = SimpleNamespace(check=lambda _: None)
         self.standbys: dict[str, Actor] = {}
         self.retired: set[str] = set()
         self.actors = {NODE: Actor("id", NODE, host_id="a")}
@@ -190,10 +191,6 @@ class Ground:
     def place(self, _: str) -> Place:
         """As `Cluster.place`."""
         return Place()
-
-    def newest_token(self, token: int) -> int:
-        """As `Cluster.newest_token`."""
-        return token
 
     def handle(self, _: str) -> None:
         """As `Cluster.handle`."""

@@ -256,7 +256,7 @@ def test_standbys_fit_the_nodes_of_masters_elsewhere(folder: Path, monkeypatch: 
             await served._answer(over_the_socket("reserve", 1, backend._warm.reserves()))
             await served._answer(over_the_socket("launch", 1, order, fit))
 
-        monkeypatch.setattr(cluster, "newest_token", lambda token: token)
+        monkeypatch.setattr(cluster, "admit", lambda _: None)
         monkeypatch.setattr(cluster.deletions, "names", tuple)
         made = pytest.importorskip("dlrover_backends.ray.cluster").Made(new=True)
         monkeypatch.setattr(cluster, "create", lambda *_, **__: made)

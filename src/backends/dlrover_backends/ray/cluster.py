@@ -26,7 +26,6 @@ from dlrover_backends.ray.keeper import ORDERS, Keeper
 from dlrover_backends.ray.names import Run
 from dlrover_backends.ray.records import ORPHAN_S, Actor, Group, Host, Place, Snapshot
 from dlrover_backends.ray.seating import RETIRED, Seating
-from dlrover_backends.shared.asking import StaleToken
 from dlrover_core.errors import CoreError, LaunchRefused
 
 CLEAR_S, CLEAR_LOOK_S = 20.0, 0.1
@@ -150,9 +149,11 @@ class Cluster:
 
     # ---- orders
 
-    def newest_token(self, token: int) -> int:
-        """The highest token of a master that has given orders, this one among them."""
-        return self.fence.newest(token)
+    def admit(self, token: int) -> None:
+        """An order comes that makes something. Raises `StaleToken`, and `LaunchRefused` for a run that was removed."""
+        self.fence.check(token)
+        if self.fence.is_removed:
+            raise self._removed()
 
     def create(
         self,
@@ -166,8 +167,6 @@ class Cluster:
         ``fitting``: standbys that may, the best first; ``without``: ids of hosts that it must not run on; ``token``: of who
         orders it. Raises `ValueError` for what Ray refuses, `LaunchRefused`, and `StaleToken`.
         """
-        if self.fence.is_removed:
-            raise self._removed()
         key = self.run.key(names.PLACE, order.name)
         raw = private.get(key)
         if raw is not None and json.loads(raw).get("made"):  # dead or alive: a name is used once
@@ -206,8 +205,8 @@ class Cluster:
         self._must_stand(order.name)
         if not first and self._was_made(order.name):
             return True
-        if token is not None and (highest := self.newest_token(token)) > token:
-            raise StaleToken(token, highest)
+        if token is not None:
+            self.fence.check(token)
         group = placement_group(
             [dict(wants)],
             strategy="STRICT_PACK",

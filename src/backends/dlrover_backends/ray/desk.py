@@ -28,7 +28,6 @@ from dlrover_backends.ray.names import Run
 from dlrover_backends.ray.records import Actor
 from dlrover_backends.ray.standbys import Reserve, Standbys, seat_of
 from dlrover_backends.shared import wire
-from dlrover_backends.shared.asking import StaleToken
 from dlrover_backends.shared.conversations import Conversations
 from dlrover_backends.shared.observers import Observer
 from dlrover_core.errors import LaunchRefused, MalformedMessage
@@ -77,17 +76,12 @@ class Desk:
 
     # ---- orders
 
-    async def _fence(self, token: int) -> None:
-        highest = await asyncio.to_thread(self._cluster.newest_token, token)
-        if highest > token:
-            raise StaleToken(token, highest)
-
     async def _launch(self, token: int, fields: dict[str, Any], fit: dict[str, Any]) -> tuple[object, ...]:
         from dlrover_backends.ray.cluster import Order
 
         order = Order(**fields)
         async with self._ordering:
-            await self._fence(token)
+            await asyncio.to_thread(self._cluster.admit, token)
             if order.name in await asyncio.to_thread(self._cluster.deletions.names):
                 raise LaunchRefused(f"{order.name} was here and was deleted; a name is used once", permanent=True)
             fitting: list[str] = []
@@ -111,7 +105,7 @@ class Desk:
 
     async def _reserve(self, token: int, wanted: tuple[Any, ...]) -> tuple[object, ...]:
         async with self._ordering:
-            await self._fence(token)
+            await asyncio.to_thread(self._cluster.admit, token)
             groups = [Reserve(**one) for one in wanted]
             shapes = [
                 await asyncio.to_thread(self._cluster.shape, one.shape, one.order["runtime_env"]) for one in groups
@@ -121,7 +115,7 @@ class Desk:
 
     async def _delete(self, token: int, name: str, grace_s: float) -> tuple[object, ...]:
         async with self._ordering:
-            await self._fence(token)
+            await asyncio.to_thread(self._cluster.fence.check, token)
             await asyncio.to_thread(self._cluster.deletions.mark, name, grace_s)
             actor = await self._found(name)
             if actor is None or actor.is_dead:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dlrover_backends.ray import private
+from dlrover_backends.shared.asking import StaleToken
 
 DIGITS = 20  # of every key, so that none begins another one
 
@@ -15,6 +16,11 @@ class Fence:
 
     def __init__(self, prefix: str) -> None:
         self._prefix, self._began, self.is_removed = prefix, False, False
+
+    def check(self, token: int) -> None:
+        """An order of the master with this token comes. Raises `StaleToken` where a newer one has given orders."""
+        if (highest := self.newest(token)) > token:
+            raise StaleToken(token, highest)
 
     def newest(self, token: int) -> int:
         """The highest token of a master that has given orders, this one among them.
