@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 from commands import dlrover, said
 from running import BIN, SCRIPTS, eventually
-from tests.integration.ray_grounds import RayGround, parent_of, processes_of
+from tests.integration.ray_grounds import RayGround, keeper_of, parent_of, processes_of
 from tools.etcd_cluster import Cluster
+
+from dlrover_backends.ray import names
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
 BOUND_S = 90.0
@@ -44,23 +47,21 @@ class Detached:
         """Start a detached job; what `dlrover-run` says."""
         return self.says("dlrover-run", "--detach", *more, *self.line(job), status=status)
 
-    def attached(self, job: str) -> subprocess.Popen[bytes]:
+    def attached(self, job: str, *more: str, **files: str) -> subprocess.Popen[bytes]:
         """Start a job that is led beside its command."""
-        words = [str(BIN / "dlrover-run"), "--bind", "127.0.0.1", *self.line(job)]
+        words = [str(BIN / "dlrover-run"), "--bind", "127.0.0.1", *self.line(job, *more, **files)]
         return subprocess.Popen(words, env=self.env, cwd=self.folder, stdin=subprocess.DEVNULL)
 
-    def line(self, job: str) -> list[str]:
+    def line(self, job: str, *more: str, sent: str = "working_dir: sent", script: str = "train.py") -> list[str]:
         """A job whose script lies in a folder that Ray sends to the hosts, with a requirements file that asks for nothing."""
-        sent = self.folder / "sent"
-        sent.mkdir(exist_ok=True)
-        shutil.copy(SCRIPTS / "until_told.py", sent / "train.py")
-        # Hosts of this cluster share a folder for what was sent, and one may remove there what an earlier job had in common.
-        (sent / "of-job.txt").write_text(job, encoding="utf-8")
+        folder = self.folder / "sent"
+        folder.mkdir(exist_ok=True)
+        shutil.copy(SCRIPTS / "until_told.py", folder / "train.py")
         (self.folder / "needs.txt").write_text("# nothing\n", encoding="utf-8")
-        env = "working_dir: sent\npip: needs.txt\nenv_vars: {PROOF: 'a,b'}"
+        env = f"{sent}\npip: needs.txt\nenv_vars: {{PROOF: 'a,b'}}"
         (self.folder / "env.yaml").write_text(env, encoding="utf-8")
         state = ("--state-dir", str(self.folder / "state"), "--runtime-env", "env.yaml")
-        return ["--backend", "ray", "--job-id", job, *state, *LEAN, "train.py", str(self.folder)]
+        return ["--backend", "ray", "--job-id", job, *state, *LEAN, *more, script, str(self.folder)]
 
     def forget(self) -> None:
         """Delete all that the runtime environment is made of."""
@@ -71,6 +72,15 @@ class Detached:
     def ranks(self) -> set[str]:
         """Ranks that have begun, with the ids of their processes."""
         return {one.name for one in self.folder.glob("rank-*")}
+
+    def replaced(self, run: str, node: str, standby: int) -> None:
+        """A node's actor is killed: this standby's agent has a rank then, with the environment that was typed."""
+        os.kill(keeper_of(run, node), signal.SIGKILL)
+
+        def rank() -> int | None:
+            return next((pid for one in self.ranks() if is_below(pid := pid_of(one), standby)), None)
+
+        assert variable(eventually(rank, "a standby's rank"), "PROOF") == "a,b"
 
 
 def masters_of(job: str) -> list[int]:
@@ -145,6 +155,31 @@ def test_a_driver_may_die(ground: RayGround, tmp_path: Path) -> None:
     assert not processes_of(run)
 
 
+@pytest.mark.nightly(reason="that masters read no file again is tried by day in test_ray_runtime_env")
+def test_nodes_that_are_launched_later(ground: RayGround, tmp_path: Path) -> None:
+    """Nodes, and the standbys that they were, have the environment of the start though all its files are gone.
+
+    First masters beside the command launch them, then masters that never saw those files: these keep the standby that is there.
+    """
+    job = Detached(ground, tmp_path)
+    driver = job.attached("later", "--standby", "1", sent="py_modules: [sent]", script=str(SCRIPTS / "until_told.py"))
+    try:
+        eventually(lambda: len(job.ranks()) == 2, "two ranks")
+        job.forget()
+        run = json.loads((tmp_path / "state" / "jobs" / "later" / "settings.json").read_text(encoding="utf-8"))["run"]
+        job.replaced(run, "worker-1-0", waiting(job, run, number=0))
+        second = waiting(job, run, number=1)
+        eventually(lambda: "#0" in keepers(ground), "a keeper that waits for the driver's death")
+    finally:
+        driver.kill()
+        driver.wait()
+    eventually(lambda: "LeaderStarted" in job.says("dlrover", "events", "ray:later", status=None), "another leader")
+    job.replaced(run, "worker-0-0", second)
+    waiting(job, run, number=2)
+    assert "removed" in job.says("dlrover", "stop", "ray:later")
+    assert not processes_of(run)
+
+
 @pytest.mark.nightly(reason="a keeper that is killed is tried by day, with a log on the host of the head")
 def test_masters_on_two_hosts(ground: RayGround, tmp_path: Path) -> None:
     """With a log in etcd two keepers on two hosts have masters; each may die, and no rank is restarted."""
@@ -188,6 +223,27 @@ def variable(pid: int, name: str) -> str:
 def pid_of(rank: str) -> int:
     """The process of a rank that has begun."""
     return int(rank.rpartition("-")[2])
+
+
+def is_below(pid: int, ancestor: int) -> bool:
+    """Has a living process this ancestor?"""
+    with contextlib.suppress(OSError):
+        while pid > 1 and pid != ancestor:
+            pid = parent_of(pid)
+    return pid == ancestor
+
+
+def waiting(job: Detached, run: str, number: int) -> int:
+    """The agent of the standby with this number, once masters hear it."""
+
+    def agent() -> int | None:
+        found = processes_of(run, with_env=f"DLROVER_SEAT={names.standby('later', 'worker', number)}")
+        return next((one for one in found if parent_of(one) not in found), None)
+
+    found = eventually(agent, f"standby {number}")
+    says = "standbys: 1 of 1 wait"
+    eventually(lambda: says in job.says("dlrover", "status", "ray:later", status=None), f"standby {number} waits")
+    return found
 
 
 def keepers(ground: RayGround) -> str:
