@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -522,3 +523,48 @@ def test_a_real_broker_is_stopped_and_a_topic_made_anew(tmp_path: Path, monkeypa
             again.load_state_dict(state)
     finally:
         broker.stop()
+
+
+def test_a_topic_made_anew_in_mid_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its offsets would go on, with other messages: by whoever plans, and by whoever begins to read, in a pickled copy, too.
+
+    Neither has read here: librdkafka 2.16 ends a process with SIGSEGV where a client that reads hears of the new topic.
+    """
+    monkeypatch.setattr(kafka, "LOOK_S", 0.0)
+    broker = Tansu(tmp_path)
+    broker.start()
+    try:
+        url = f"kafka://{broker.address}/clicks?log_level=0"
+        broker.create("clicks", 1)
+        Writer(broker.address, "clicks").write(0, 8)
+        stream, named = KafkaStream(url), KafkaStream(f"{url}&identity=name")
+        copy = pickle.loads(pickle.dumps(stream))  # noqa: S301  # of our own making
+        assert stream.extents() == named.extents() == copy.extents() == {"0": Extent(0, 8)}
+        broker.delete("clicks")
+        broker.create("clicks", 1)
+        Writer(broker.address, "clicks").write(0, 16)
+        for ask in (stream.extents, copy.extents, lambda: copy.read("0", 8, 1, 0.0)):
+            with pytest.raises(
+                StreamGone, match=r"deleted and made anew while it was read .* begin under another name"
+            ):
+                ask()
+        assert named.extents() == {"0": Extent(0, 16)}
+    finally:
+        broker.stop()
+
+
+def test_training_ends_where_its_topic_was_made_anew(mock: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 looks each few seconds, when it plans. A broker that does not tell ids now says nothing."""
+    Writer(mock, "anew").write(0, 8)
+    data = opened(mock, "anew", global_batch=4)
+    assert isinstance(data.stream, KafkaStream)
+    client = data.stream._connected()
+    monkeypatch.setattr(client, "id", "AAA1")
+    answers = iter(("AAA1", "", "AAA2"))
+    monkeypatch.setattr(client, "topic_id", lambda: next(answers))
+    client._looked = -kafka.LOOK_S
+    assert train(data, 2) == list(range(8))
+    Writer(mock, "anew").write(0, 4)
+    client._looked = -kafka.LOOK_S
+    with pytest.raises(StreamGone, match=r"its id was AAA1, and is AAA2"):
+        train(data, 1)

@@ -106,6 +106,7 @@ class KafkaStream:
         self.topic = self._address.topic
         self.name = f"{SCHEME}{self._address.brokers}/{self.topic}"
         self._client: _Client | None = None
+        self._id = ""
         self._fingerprint = f"kafka:{self._identity()}"
 
     @property
@@ -153,13 +154,15 @@ class KafkaStream:
             _FROM_BEFORE_FORK.append(self._client)
             self._client = None
         if self._client is None:
-            self._client = _Client(self.name, self._address, self._config)
+            self._client = _Client(self.name, self._address, self._config, self._id)
         return self._client
 
     def _identity(self) -> str:
         client = self._connected()
         client.partitions()
-        return (client.topic_id() if self._address.identity == "id" else "") or f"name={self.topic}"
+        if self._address.identity == "id":
+            self._id = client.id = client.topic_id()
+        return self._id or f"name={self.topic}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_client": None}
@@ -224,8 +227,10 @@ class _Buffer:
 class _Client:
     """The connections of one process."""
 
-    def __init__(self, name: str, address: Address, config: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, address: Address, config: Mapping[str, Any], topic_id: str) -> None:
         kafka = _library()
+        self.id = topic_id
+        """Of the topic that was opened; empty: not known, or a topic of this name is good enough."""
         self.process = os.getpid()
         self._kafka, self._name, self._topic = kafka, name, address.topic
         self._refused = ""
@@ -270,8 +275,21 @@ class _Client:
         return self._partitions
 
     def known_partitions(self) -> list[int]:
-        """The same, without asking each time."""
-        return self._partitions if time.monotonic() - self._looked < LOOK_S else self.partitions()
+        """The same, without asking each time. Raises `StreamGone` for another topic of the name, too."""
+        if time.monotonic() - self._looked >= LOOK_S:
+            # First by the client that reads nothing: librdkafka 2.16 may crash where one that reads hears of the new topic.
+            self._check_same()
+            self.partitions()
+        return self._partitions
+
+    def _check_same(self) -> None:
+        """Raises `StreamGone` where the topic was deleted and made anew: the offsets of then are other messages now."""
+        now = self.topic_id() if self.id else ""
+        if now and now != self.id:
+            raise StreamGone(
+                f"{self._name}: the topic was deleted and made anew while it was read (its id was {self.id}, and is {now}): its "
+                "offsets are other messages now; begin under another name, or give ?identity=name if they are the same messages"
+            )
 
     def topic_id(self) -> str:
         """Empty: the broker has no ids."""
@@ -346,6 +364,7 @@ class _Client:
         self._eof.pop(number, None)
 
     def _check(self, number: int, offset: int) -> None:
+        self._check_same()
         first, end = self.extents([number])[number]
         if offset < first:
             raise OffsetGone(self._name, str(number), offset, first)
