@@ -10,11 +10,12 @@ from test_data_duty import LAUNCH, NOBODY, TERMS, Stand
 from test_data_duty import play as play  # noqa: PLC0414 - the fixture is taken over
 
 from dlrover_adapters.agent import data_socket
-from dlrover_adapters.data.leases import LeaseLine, Wait
+from dlrover_adapters.data.leases import DataGone, LeaseLine, Wait
 from dlrover_core.data.ranges import Ranges, Span
 from dlrover_core.errors import SpecError
 from dlrover_core.job.leases import Leases, LeaseTold, ReportRepeated, RestoreLeases, spans_of
 from dlrover_core.job.shards import MODEL_LEASE
+from dlrover_core.runtime.launcher import WorkersGone
 
 MODEL_TERMS = TERMS._replace(assignment=MODEL_LEASE)
 
@@ -81,6 +82,53 @@ def test_a_restore_that_the_master_refuses_ends_its_worker(play: Any) -> None:
         assert "No rank of this generation is handed samples" in words
         restored_leases(one, (4, 40), generation=LAUNCH.generation)  # another node's word was heard
         assert await one.draw(line) == (4, 8)
+
+    play(test)
+
+
+def test_nothing_is_said_of_a_generation_that_is_over(play: Any) -> None:
+    """What its rank 0 had said is not sent again, and a late refusal is no word about the ranks of today."""
+
+    async def test(one: Stand) -> None:
+        line = await one.line(opened=False)
+        await asyncio.to_thread(line.open, MODEL_TERMS, 4)
+        restored_leases(one, generation=0)
+        resumed = await resuming(one, line)
+        number, before = len(one.sent), asyncio.get_running_loop().time()
+        one.duty.noticed(WorkersGone(LAUNCH.generation))
+        one.desk.answered(number, "this node does not run rank 0")
+        with pytest.raises(DataGone):
+            await resumed
+        assert one.told == []
+        assert "does not run rank 0" not in one.duty.why("eval")
+        for restoring in one.duty._restoring.values():
+            restoring.due_s = before
+        one.duty._tell(one.desk, one.launcher.data)
+        assert len(one.sent) == number
+
+    play(test)
+
+
+def test_a_generation_that_is_over_is_not_sent_again(play: Any) -> None:
+    """The leader has not answered when its workers end: it fails over, and rank 0 lives elsewhere then."""
+
+    async def test(one: Stand) -> None:
+        line = await one.line(opened=False)
+        await asyncio.to_thread(line.open, MODEL_TERMS, 4)
+        restored_leases(one, generation=0)
+        resumed = await resuming(one, line)
+        (restoring,) = one.duty._restoring.values()
+        restoring.due_s = 0.0
+        number = len(one.sent)
+        one.duty.noticed(WorkersGone(LAUNCH.generation - 1))
+        one.duty._tell(one.desk, one.launcher.data)
+        assert len(one.sent) == number + 1
+        restoring.due_s = 0.0
+        one.duty.noticed(WorkersGone(LAUNCH.generation))
+        one.duty._tell(one.desk, one.launcher.data)
+        assert len(one.sent) == number + 1
+        with pytest.raises(DataGone):
+            await resumed
 
     play(test)
 

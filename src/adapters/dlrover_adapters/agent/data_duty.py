@@ -133,6 +133,9 @@ class DataDuty:
             data.over(notice.generation, notice.local_rank, how)
         elif isinstance(notice, WorkersGone):
             data.over(notice.generation, None, f"generation {notice.generation} is over")
+            for name, one in [*self._restoring.items()]:
+                if one.command.generation <= notice.generation:
+                    del self._restoring[name]  # the leader would refuse it, and ranks that live now have other words
 
     def opened(self, session: Session, terms: Terms, shard: int) -> None:
         """As `data_socket.Counter` has it; the others below, too."""
@@ -184,7 +187,7 @@ class DataDuty:
         def answered(refused: str) -> None:
             one.due_s, one.refused = loop.time() + REGISTER_EVERY_S, refused
             one.answer(one.words if refused else "")
-            if refused:
+            if refused and self._restoring.get(one.command.dataset) is one:
                 log.error("what a model was trained on is refused", dataset=one.command.dataset, reason=refused)
                 # Ranks of other nodes are handed nothing either, and do not hear why.
                 self._say(f"{one.words}. No rank of this generation is handed samples")
