@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from tests.unit.test_stream_left import Two  # noqa: E402
+from torch.distributed.checkpoint import DefaultLoadPlanner  # noqa: E402
 
 from dlrover_adapters.torch import ElasticDataset, ElasticStream  # noqa: E402
 from dlrover_core.data.poison import VARIABLE, Spot, told  # noqa: E402
@@ -115,3 +116,16 @@ def test_a_stream_goes_on_from_a_state_of_before() -> None:
     assert later.offsets
     with pytest.raises(SpecError, match="is no position of stream 'toy'"):
         later.load_state_dict(state | {"offsets": 7})
+
+
+def test_a_distributed_checkpoint_of_before(tmp_path: Path) -> None:
+    """It has no counts, and torch.distributed.checkpoint asks for all entries of the state to be filled unless some may lack."""
+    data, later = dataset(), dataset()
+    next(iter(data))
+    data.step()
+    old = {name: value for name, value in data.state_dict().items() if name != "left_out"}
+    dcp.save({"data": old}, checkpoint_id=tmp_path / "saved")
+    found = {"data": later.state_dict()}
+    dcp.load(found, checkpoint_id=tmp_path / "saved", planner=DefaultLoadPlanner(allow_partial_load=True))
+    later.load_state_dict(found["data"])
+    assert (later.samples, later.left_out) == (data.samples, ()) == (4, ())

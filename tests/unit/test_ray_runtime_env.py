@@ -118,7 +118,7 @@ BIG = "x" * runtime_env.BYTES_MAX
         ({"conda": "list.yaml"}, r"list\.yaml, which conda of .* holds no mapping"),
         (
             {"pip": ["-c limits.txt"]},
-            r"'-c limits\.txt' in pip .*write -c \$\{RAY_RUNTIME_ENV_CREATE_WORKING_DIR\}/limits",
+            r"'-c limits\.txt' in pip .*is -c \$\{RAY_RUNTIME_ENV_CREATE_WORKING_DIR\}/limits",
         ),
         ({"uv": ["--constraint=limits.txt"]}, "Write its versions into the requirements"),
         ({"pip": ["-r https://example.org/r.txt"]}, "Ray reads no address there"),
@@ -142,10 +142,28 @@ def test_a_value_that_is_no_text(folder: Path) -> None:
         runtime_env.read("env.yaml", str(folder))
 
 
-def test_addresses_that_hosts_read(folder: Path) -> None:
-    """What Ray gives to the tool as it is needs no file here: constraints at an address, and uv's requirements there."""
-    for env in ({"pip": ["-c https://example.org/c.txt"]}, {"uv": ["-r https://example.org/r.txt"]}):
+def test_what_hosts_read(folder: Path) -> None:
+    """What Ray gives to the tool as it is needs no file here: constraints by a whole path, and what lies at an address."""
+    for env in (
+        {"pip": ["-c /image/limits.txt", "-c https://example.org/c.txt"]},
+        {"uv": ["-r https://example.org/r.txt"]},
+    ):
         assert read(folder, **env) == env
+
+
+def test_what_ray_has_read_is_left_as_it_is(folder: Path) -> None:
+    """The environment of ``ray job submit`` names nothing of this host."""
+    outer = {"pip": ["-r /image/requirements.txt", "-c limits.txt"], "env_vars": {"A": "1"}}
+    assert runtime_env.read("", str(folder), outer) == outer
+    assert runtime_env.read('{"env_vars": {"B": "2"}}', str(folder), outer)["pip"] == outer["pip"]
+
+
+def test_a_broken_file_is_told_without_its_words(folder: Path) -> None:
+    """They may be secrets."""
+    (folder / "env.yaml").write_text("env_vars:\n  PASSWORD: sword: fish\n", encoding="utf-8")
+    with pytest.raises(SpecError, match=r"mapping values are not allowed here, line 2, column 18") as raised:
+        runtime_env.read("env.yaml", str(folder))
+    assert "fish" not in str(raised.value)
 
 
 @pytest.mark.parametrize("form", [("--backend", "ray", "--runtime-env"), ("--backend",)])

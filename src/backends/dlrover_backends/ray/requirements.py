@@ -84,13 +84,15 @@ def _expanded(lines: Iterable[str], folder: Path, seen: set[Path], by: str) -> I
             yield line
             continue
         kind, name = option[1] or option[2] or option[3], _name(option[4])
-        if "$" in name or ("://" in name and (kind == "c" or by != "pip")):  # read on the host itself
+        on_host = "$" in name or Path(name).is_absolute() if kind == "c" else "$" in name
+        if on_host or ("://" in name and (kind == "c" or by != "pip")):  # read on the host itself
             yield line
         elif kind == "c":
             raise SpecError(
                 FIELD,
                 f"{line!r} in {by} of the runtime environment: hosts do not have that file. Write its versions into the "
-                f"requirements, or put it into working_dir and write -c {SENT}/{Path(name).name}",
+                f"requirements, or name a file that all hosts have, by its whole path; one in working_dir is "
+                f"-c {SENT}/{Path(name).name}",
             )
         elif "://" in name:
             raise SpecError(

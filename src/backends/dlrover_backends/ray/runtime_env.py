@@ -28,9 +28,9 @@ def read(text: str, cwd: str, outer: Mapping[str, Any] | None = None) -> dict[st
     """The runtime environment that a JSON or YAML file, or a text of JSON itself, says; empty: ``outer`` alone.
 
     Folders and files in it are relative to ``cwd``. Of requirements files it has the lines, and of a file for conda what that
-    says. ``outer``: what it is laid over (`submitted`). Raises `SpecError`.
+    says. ``outer``: what it is laid over (`submitted`), which Ray has read already. Raises `SpecError`.
     """
-    found = joined(outer or {}, _mapping(text, cwd) if text else {})
+    found = _mapping(text, cwd) if text else {}
     folder = found.get("working_dir")
     if isinstance(folder, str):
         found["working_dir"] = _path(folder, cwd)
@@ -45,6 +45,7 @@ def read(text: str, cwd: str, outer: Mapping[str, Any] | None = None) -> dict[st
             found[by] = requirements.packages(told, Path(cwd), by)
     if "conda" in found:
         found["conda"] = _conda(found["conda"], cwd)
+    found = joined(outer or {}, found)
     _check(found, called(text))
     return found
 
@@ -164,4 +165,11 @@ def _parsed(raw: str, name: str, *, is_json: bool = False) -> Any:
     try:
         return yaml.safe_load(raw)
     except yaml.YAMLError as error:
-        raise SpecError(FIELD, f"runtime_env={name} is no YAML, or more than one document: {error}") from error
+        # Its own words have the line, which may be a secret.
+        raise SpecError(FIELD, f"runtime_env={name} is no YAML, or more than one document: {_where(error)}") from None
+
+
+def _where(error: Exception) -> str:
+    """What is wrong in a text, and where, without its words."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    return str(problem) + (f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else "")
