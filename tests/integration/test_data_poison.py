@@ -13,7 +13,7 @@ RAISES, KILLS, SIZE = 13, 29, 48
 """As in the script."""
 LIMIT_S = 150.0
 
-pytestmark = pytest.mark.timeout(int(LIMIT_S) + 60)
+pytestmark = pytest.mark.timeout(2 * int(LIMIT_S) + 60)
 
 
 def _line(folder: Path, poison: str, loaders: int) -> list[str]:
@@ -39,16 +39,20 @@ def test_both_are_found_and_left_out_and_all_others_are_trained_once(tmp_path: P
 
 
 @pytest.mark.nightly
-def test_a_batch_of_which_nothing_is_left_is_gone_over(tmp_path: Path) -> None:
-    """Each rank's share is poison: the job goes on with the next batch. The short form is in tests/unit/test_in_work.py."""
-    script = [str(SCRIPTS / "data_poison_batch.py"), str(tmp_path / "stored")]
-    with Job(tmp_path, "--standalone", "--nproc-per-node", "2", "--max-restarts", "3", *script) as job:
-        assert job.ended(LIMIT_S) == 0, job.said()[-3000:]
+@pytest.mark.parametrize(("many", "restarts"), [(2, 3), (4, 5)])
+def test_a_batch_of_which_nothing_is_left_is_gone_over(many: int, restarts: int, tmp_path: Path) -> None:
+    """So many poison samples in a row: the job goes on with the next batch. The short form is in tests/unit/test_in_work.py."""
+    script = [str(SCRIPTS / "data_poison_batch.py"), str(tmp_path / "stored"), str(many)]
+    with Job(tmp_path, "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts), *script) as job:
+        assert job.ended(2 * LIMIT_S) == 0, job.said()[-3000:]
         dataset = proof(job)
-    assert "positions [12, 14) of epoch 0 count as consumed, and the optimizer makes no step" in job.said()
-    assert [(one["sample"], one["times"]) for one in dataset["quarantined"]] == [(12, 1), (13, 1)]
+        shown = job.dlrover("data")
+    poison = [*range(12, 12 + many)]
+    assert f"positions [12, {12 + many}) of epoch 0 count as consumed, and the optimizer makes no step" in job.said()
+    assert [(one["sample"], one["times"]) for one in dataset["quarantined"]] == [(one, 1) for one in poison]
+    assert f"quarantined: samples {', '.join(map(str, poison))}; left out {many} times so far" in shown
     trained = sorted(index for samples in lineage(tmp_path).values() for index in samples)
-    assert trained == [index for index in range(20) if index not in (12, 13)]
+    assert trained == [index for index in range(24) if index not in poison]
 
 
 @pytest.mark.nightly
