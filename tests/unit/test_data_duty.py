@@ -535,3 +535,23 @@ def test_how_an_order_is_read_is_part_of_the_terms() -> None:
     words = [LeasedIndices("eval", size=100, fingerprint="f", **more).terms.fingerprint for more in ({}, {"chunk": 10})]
     assert words[0] == "f"
     assert words[1].startswith("chunk=10 window=")
+
+
+def test_what_a_worker_gives_back_goes_to_others_and_is_not_said_to_be_repeated(play: Any) -> None:
+    """Who waits gets it at once; what the worker still has, or another one, is not touched."""
+
+    async def test(one: Stand) -> None:
+        line, other = await one.line(), await one.line()
+        one.order((0, 8))
+        assert [await one.draw(line), await one.draw(other)] == [(0, 4), (4, 8)]
+        waits = asyncio.ensure_future(one.draw(other))
+        await one.until(lambda: one.launcher.data.waiting)
+        await asyncio.to_thread(line.returned, "eval", [Span(1, 6)])
+        assert await waits == (1, 4)
+        line.close()
+        await one.until(lambda: len(one.sent) > 1)
+        (_, repeated) = one.sent
+        assert isinstance(repeated, ReportRepeated)
+        assert tuple(Ranges.unpack(repeated.spans)) == ((0, 1),)
+
+    play(test)

@@ -52,6 +52,7 @@ class Line:
         self.answers, self.used = list(answers), list[Span]()
         self.claimed, self.gone = list[Span](), set[int]()
         self.began: list[Any] = []
+        self.back: list[Any] = []
 
     def claim(self, _dataset: str, span: Span, holder: int) -> bool:
         """A batch of a loader process."""
@@ -74,6 +75,10 @@ class Line:
     def acked(self, _dataset: str, spans: Any) -> None:
         """These were used."""
         self.used += spans
+
+    def returned(self, _dataset: str, spans: Any) -> None:
+        """These were not, and others are to have them."""
+        self.back += [(span, len(self.used)) for span in spans]
 
 
 def agent(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> Line:
@@ -260,35 +265,54 @@ def test_persistent_loader_processes_begin_anew(monkeypatch: pytest.MonkeyPatch)
 
 
 class Processes:
-    """A loader whose processes draw what the agent hands out when they begin."""
+    """A loader whose processes draw what the agent was given back when they begin."""
 
     num_workers = 2
 
-    def __init__(self, free: list[Span]) -> None:
-        self.free = free
+    def __init__(self, line: Line) -> None:
+        self.line = line
 
     def __iter__(self) -> Iterator[Lent]:
-        for span in self.free:
+        for span, _ in self.line.back:
             yield Lent(list(range(*span)), *span, 6)
 
 
+@pytest.mark.parametrize("suspended", [False, True])
 @pytest.mark.parametrize("lineage", ["server", "model"])
 def test_loader_processes_get_the_rest_of_a_shard_that_a_loop_left(
-    monkeypatch: pytest.MonkeyPatch, lineage: str
+    monkeypatch: pytest.MonkeyPatch, lineage: str, *, suspended: bool
 ) -> None:
-    """The script's process gives it back before they begin, after it has said what was used: nobody else could use it."""
-    line = agent(monkeypatch, Span(0, 6), None)
-    data, free, used = looked_at(lineage), list[Span](), list[Span]()
+    """The script's process gives it back before they begin, after it has said what was used: nobody else could use it.
 
-    def hang_up(_name: str) -> None:
-        used.extend(line.used)
-        free.append(Span(2, 6))
-
-    monkeypatch.setattr(leases, "hang_up", hang_up)
-    assert list(data.over(Processes(free))) == [[2, 3, 4, 5]]
-    assert used == [(0, 2)]
+    It does so where the loop only stands still, too, and that one has nothing of the shard any more.
+    """
+    line = agent(monkeypatch, Span(0, 6), None, None)
+    if suspended:
+        data = begun(lineage)
+        loop = iter(data)
+        assert next(loop).tolist() == [0, 1]
+    else:
+        data, loop = looked_at(lineage), iter(())
+    assert list(data.over(Processes(line))) == [[2, 3, 4, 5]]
+    assert line.back == [((2, 6), 1)]
+    assert line.used[0] == (0, 2)
     assert [*line.used, *line.claimed] == [(0, 2), (2, 6)]
-    assert list(data) == []
+    assert list(loop) == list(data) == []
+    assert line.back == [((2, 6), 1)]
+
+
+@pytest.mark.parametrize("lineage", ["server", "model"])
+def test_a_loop_takes_over_what_another_has_in_hand(monkeypatch: pytest.MonkeyPatch, lineage: str) -> None:
+    """Of two loops in turn each sample comes once, and none stays with the one that stands still."""
+    line = agent(monkeypatch, Span(0, 6), Span(6, 10), None, None)
+    data = begun(lineage)
+    first, second = iter(data), iter(data)
+    assert next(first).tolist() == [0, 1]
+    assert [next(second).tolist() for _ in range(2)] == [[2, 3], [4, 5]]
+    assert next(second).tolist() == [6, 7]
+    assert [one.tolist() for one in first] == [[8, 9]]
+    assert list(second) == []
+    assert sorted(line.used) == [(0, 2), (2, 4), (4, 6), (6, 8), (8, 10)]
 
 
 @pytest.mark.parametrize("lineage", ["server", "model"])
@@ -310,10 +334,16 @@ def test_a_forked_process_has_nothing_of_its_parent(monkeypatch: pytest.MonkeyPa
 
 def looked_at(lineage: str, **more: Any) -> ElasticDataset:
     """A dataset whose first batch was taken by a loop that broke off."""
+    data = begun(lineage, **more)
+    assert next(iter(data)).tolist() == [0, 1]
+    return data
+
+
+def begun(lineage: str, **more: Any) -> ElasticDataset:
+    """A dataset from which may be drawn."""
     data = dataset(shard=6, lineage=lineage, **more)
     if lineage == "model":
         data._leased.go_on((0, 0), Ranges(), first=True)
-    assert next(iter(data)).tolist() == [0, 1]
     return data
 
 

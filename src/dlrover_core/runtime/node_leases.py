@@ -195,6 +195,16 @@ class NodeLeases:
         self._refill()
         return True
 
+    def returned(self, session: Hashable, spans: Iterable[Span]) -> None:
+        """A worker has not used these, and does not want them: they are handed out again, once each."""
+        back = Ranges(spans)
+        for start, hand in list(self._hands.items()):
+            had = Ranges([(start, hand.end)])
+            if hand.session == session and had & back:
+                del self._hands[start]
+                self._hands.update({left.start: Hand(left.end, session) for left in had - back})
+        self._refill()
+
     def gone(self, session: Hashable) -> Ranges:
         """A worker is no more: what it had is handed out again, and is returned: it may be used twice."""
         self.sessions.discard(session)

@@ -260,6 +260,15 @@ class DataDuty:
         if not lease.left:
             self._wake.set()  # these may be the last ones of all
 
+    def returned(self, session: Session, dataset: str, spans: Sequence[Span]) -> None:
+        """As `NodeLeases.returned`."""
+        lease = self._leases.get(dataset)
+        if lease is None or not lease.serves(session.generation):
+            return
+        lease.returned(session.number, spans)
+        if self._launcher.data is not None:
+            self._launcher.data.serve()
+
     def claim(self, session: Session, dataset: str, span: Span, holder: int) -> bool:
         """As `NodeLeases.claim`."""
         lease = self._leases.get(dataset)

@@ -74,6 +74,9 @@ class Counter(Protocol):
     def acked(self, session: Session, dataset: str, spans: Sequence[Span]) -> None:
         """These positions were used, whoever of the node says so."""
 
+    def returned(self, session: Session, dataset: str, spans: Sequence[Span]) -> None:
+        """The session has drawn these and not used them, and others are to have them."""
+
     def claim(self, session: Session, dataset: str, span: Span, holder: int) -> bool:
         """Its rank takes what the session of number ``holder`` has in hand; False: that one has it no more."""
 
@@ -155,6 +158,8 @@ class DataSocket(PacketServer[Session]):
                 self._draw(line, session, body)
             elif op == "acked" and session is not None:
                 self._acked(session, body)
+            elif op == "returned" and session is not None:
+                self._counter().returned(session, _text(body, "dataset"), list(_spans(body.get("spans"))))
             elif op == "claim" and session is not None:
                 self._claim(line, session, body)
             elif op == "restored" and session is not None:

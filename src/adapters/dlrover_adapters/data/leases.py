@@ -128,8 +128,15 @@ class LeaseLine:
 
     def acked(self, dataset: str, spans: Sequence[Span]) -> None:
         """These were used. Raises `DataGone`."""
+        self._say("acked", dataset, spans)
+
+    def returned(self, dataset: str, spans: Sequence[Span]) -> None:
+        """These were drawn here and not used, and others are to have them. Raises `DataGone`."""
+        self._say("returned", dataset, spans)
+
+    def _say(self, op: str, dataset: str, spans: Sequence[Span]) -> None:
         for first in range(0, len(spans), ACKS_MAX):
-            packet = {"op": "acked", "dataset": dataset, "spans": _flat(spans[first : first + ACKS_MAX])}
+            packet = {"op": op, "dataset": dataset, "spans": _flat(spans[first : first + ACKS_MAX])}
             with self._lock:
                 try:
                     self._line.send(_packed(packet))
@@ -332,11 +339,13 @@ class LeasedIndices:
         if span.start < span.end:
             self._left.append(span)
 
-    @property
-    def left(self) -> bool:
-        """Does this process hold positions that it has put back?"""
+    def give_back(self) -> None:
+        """Give the agent what was put back here: other processes draw it."""
         self._as_this_process()
-        return bool(self._left)
+        with self._saying:
+            if self._left:
+                self._line().returned(self.terms.name, tuple(Ranges(self._left)))
+                self._left.clear()
 
     def _as_this_process(self) -> None:
         # A forked process draws under a session of its own: what its parent holds is its parent's alone.

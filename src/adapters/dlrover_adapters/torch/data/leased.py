@@ -10,6 +10,7 @@ wait behind it.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -32,6 +33,22 @@ JOINED = 256
 """So many ranges are collected before they are joined."""
 IDLE_S = 0.05
 """A loader process without samples says so after this time."""
+
+
+@dataclasses.dataclass(slots=True)
+class Rest:
+    """What a loop has in hand of a shard, and has not yielded.
+
+    start: of its positions
+    end:   of its positions, exclusive
+    ours:  False: another loop has it now
+    pid:   of the loop's process: in a forked one it is its parent's
+    """
+
+    start: int
+    end: int
+    ours: bool = True
+    pid: int = dataclasses.field(default_factory=os.getpid)
 
 
 class Lent(NamedTuple):
@@ -79,12 +96,17 @@ class Leased:
         self._taken: list[Span] = []
         self._trained: list[Span] = []
         self._stepped = False
+        self._rest: Rest | None = None
 
     def here(self) -> Iterator[Any]:
-        """Batches; each is used when the next one is asked for, in this loop or in another."""
+        """Batches; each is used when the next one is asked for, in this loop or in another.
+
+        Whichever loop draws takes over what another one has in hand: one that stands still would keep the data from ending.
+        """
         self._begun()
         while True:
             self._count_current()
+            self._take_over()
             shard = self.work.draw(IDLE_S) if self._pauses else self.work.waited()
             if shard is None:
                 return
@@ -98,6 +120,16 @@ class Leased:
                 self._works(span)
                 yield batch
                 self._count_current()
+
+    def _take_over(self) -> None:
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            self._put_back(rest)
+
+    def _put_back(self, rest: Rest) -> None:
+        if rest.ours and rest.pid == os.getpid():
+            self.work.put_back(Span(rest.start, rest.end))
+        rest.ours = False
 
     def done(self) -> None:
         """Say now what was used, the present batch too."""
@@ -214,9 +246,9 @@ class Leased:
         self._pauses = pauses
         self._counted = True
         self.done()
-        if self.work.left and getattr(loader, "num_workers", None) != 0:
-            # An earlier loop ended within a shard. Loader processes cannot use its rest, so the agent leases it again.
-            self.work.begin_anew()
+        self._take_over()
+        if getattr(loader, "num_workers", None) != 0:
+            self.work.give_back()  # loader processes cannot use what an earlier loop has in hand here
         began = told = time.monotonic()
         for one in loader:
             if not isinstance(one, Lent):  # made in this process, by `here`
@@ -239,22 +271,24 @@ class Leased:
 
     def _batches(self, shard: Shard) -> Iterator[tuple[Span, Any]]:
         """Without samples that are quarantined; a suspected range is divided at its middle."""
-        before, start, pid = shard.epoch * self._of.size, shard.span.start, os.getpid()
-        first, end, left = start - before, shard.span.end - before, self._of.left
+        before = shard.epoch * self._of.size
+        first, end, left = shard.span.start - before, shard.span.end - before, self._of.left
+        rest = self._rest = Rest(*shard.span)
         try:
             cuts = sorted({*range(first, end, self.micro_batch), *left.cuts(shard.epoch, first, end)})
             for micro in divided(Micro(first, end), cuts):
                 span = Span(before + micro.start, before + micro.end)
                 if len(left.within(shard.epoch, micro.start, micro.end)) == micro.end - micro.start:
                     self.work.used(span)  # none of it is left
-                    start = span.end
+                    rest.start = span.end
                     continue
                 batch = self._of.made(shard.epoch, micro.start, micro.end)
-                start = span.end
+                rest.start = span.end
                 yield span, batch
+                if not rest.ours:
+                    return
         finally:
-            if pid == os.getpid():  # a forked process ends copies of its parent's loops
-                self.work.put_back(Span(start, shard.span.end))
+            self._put_back(rest)  # not in a forked process, which ends copies of its parent's loops
 
 
 class Leasable(Protocol):
