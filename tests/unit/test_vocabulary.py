@@ -120,6 +120,8 @@ def test_a_code_is_known_whatever_the_words(line: str, signature: str) -> None:
         ("frob7: rdma: retries exceeded, giving up on that peer", "Aborted (core dumped)", "ib.retry_exceeded"),
         ("zorkd: job killed: memory usage limit", "Exited with exit code 143.", "cgroup.oom"),
         ("frob: quantum decoder failed: no video stream in shard 7", "Segmentation fault (core dumped)", "data.sample"),
+        # A runtime of another language says so in one line.
+        ("frobtran: severe (29): file not found, unit 15", "MPI_ABORT was invoked on rank 0", "exception.FileNotFoundError"),
     ],
 )  # fmt: skip
 def test_a_symptom_is_explained_by_words_beside_it(words: str, end: str, likely: str) -> None:
@@ -189,6 +191,17 @@ def test_an_exception_is_likely_about_what_it_was_raised_for() -> None:
     found = answer(chain + RAISED.format("ZorkError: could not decode archive member 7"))
     assert found is not None
     assert found.judgement.signature == "data.sample"
+
+
+def test_a_tracker_s_connection_is_the_tracker_s() -> None:
+    """A name without an address, or a refusal, is of the server that the library speaks to; without such a library it stays."""
+    head = 'Traceback (most recent call last):\n  File "/w/train.py", line 7, in step\n    x\n'
+    library = '  File "/opt/py/site-packages/mlflow/zork.py", line 31, in send\n    x\n'
+    words = "ConnectionError: [Errno -2] Name or service not known\n"
+    tracked, other = answer(f"{head}{library}{words}"), answer(f"{head}{words}")
+    assert tracked is not None
+    assert other is not None
+    assert (tracked.judgement.signature, other.judgement.signature) == ("tracker.unreachable", "net.dns")
 
 
 def test_a_guess_is_never_sure() -> None:

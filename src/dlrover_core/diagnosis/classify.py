@@ -307,7 +307,9 @@ def _peered(table: Table, hit: Hit | None, raised: Raised, chain: Chain) -> Hit 
         for one in chain.links[::-1]
         for frame in (*one.frames, *([(f"/{one.package.replace('.', '/')}/", "", "")] if one.package else ()))
     ]
-    named = table.get(peers.meant(known, words, frames) or files.owner(known, words, frames))
+    named = table.get(
+        peers.tracked(known, frames) or peers.meant(known, words, frames) or files.owner(known, words, frames)
+    )
     if named is None or named.id == known:
         return hit
     line = hit.line if hit is not None else raised.text.split("\n", maxsplit=1)[0]

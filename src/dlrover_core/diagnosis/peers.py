@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 
 DATA_SERVER, CONTROL, BESIDE, COORDINATOR = "data.connection", "net.reset", "process.peer", "jax.peer_lost"
+TRACKER = "tracker.unreachable"
 # Signatures of connections that may be to anybody.
 OPEN = frozenset((DATA_SERVER, CONTROL))
 # Exceptions that any layer raises: words of a connection say what they are.
@@ -80,7 +81,7 @@ _LIBRARIES = (
 # What mostly fails in libraries with one purpose.
 _PURPOSES = (
     *(one for one in _LIBRARIES if one[0] == DATA_SERVER),
-    ("tracker.unreachable", re.compile(r"/(?:wandb|mlflow|neptune|comet_ml|clearml|swanlab)/")),
+    (TRACKER, re.compile(r"/(?:wandb|mlflow|neptune|comet_ml|clearml|swanlab)/")),
     ("compile.failed", re.compile(r"/(?:torch/_(?:inductor|dynamo)|triton/compiler|torch/utils/cpp_extension)\b")),
 )
 _LOOPBACK = re.compile(r"(?:^|[^\w.\[])(?:localhost|127\.0\.0\.1|\[?::1\]?)(?=\W|$)")
@@ -121,6 +122,12 @@ def library(frames: Sequence[tuple[str, str, str]]) -> str:
             if pattern.search(path):
                 return name
     return ""
+
+
+def tracked(signature: str, frames: Sequence[tuple[str, str, str]]) -> str:
+    """The tracker's signature, where a connection that failed was an experiment tracker's; else empty."""
+    lost = signature in OPEN or signature in ("net.dns", "net.unreachable")
+    return TRACKER if lost and library(frames) == TRACKER else ""
 
 
 def meant(signature: str, words: str, frames: Sequence[tuple[str, str, str]] = ()) -> str:

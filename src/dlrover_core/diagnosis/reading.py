@@ -419,7 +419,8 @@ class _File:
             row = self.rows[index]
             its = Who(host=self._dead_node(index)) if name.startswith("ray.") else row.who
             seen = self.places.placed(self._at(index), LOG, its, row.body.strip(), row.raw)
-            yield Found(index, seen._replace(guess=name), name, vague=True)
+            made = Found(index, seen._replace(guess=name), name, vague=True)
+            yield made._replace(seen=last_word(made))
 
     def _lived_through(self, hits: Iterable[Found], raised: Sequence[Found]) -> Iterator[Found]:
         """What a program said before the exception that ended it is no cause: it went on to where it failed.

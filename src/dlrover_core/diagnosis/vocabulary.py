@@ -27,7 +27,7 @@ _FAILS = re.compile(
     r"\b(?:\w*errors?|\w*exception|fail(?:ed|ure|s)?|fatal|abort(?:ed)?|cannot|could not|couldn.t|did not|unable|panic|critical"
     r"|timed? ?out|denied|refused|not (?:found|available|responding)|lost|dead|died|evicted|preempted|mismatch|corrupt\w*"
     r"|killed|not enough|insufficient|exceeded|exhausted|terminated|offline"
-    r"|disconnected|disallowed|not allowed|called before|\w+Sanitizer)\b",
+    r"|can.t|no such|disconnected|disallowed|not allowed|called before|\w+Sanitizer)\b",
     re.IGNORECASE,
 )
 _LIVED = re.compile(
