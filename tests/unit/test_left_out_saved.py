@@ -118,6 +118,7 @@ def test_a_stream_goes_on_from_a_state_of_before() -> None:
         later.load_state_dict(state | {"offsets": 7})
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_distributed_checkpoint_of_before(tmp_path: Path) -> None:
     """It has no counts, and torch.distributed.checkpoint asks for all entries of the state to be filled unless some may lack."""
     data, later = dataset(), dataset()
