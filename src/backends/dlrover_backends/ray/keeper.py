@@ -10,6 +10,7 @@ what the agent printed last.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import select
@@ -18,6 +19,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ from dlrover_backends.shared.process import LocalCommand, Started
 
 ORDERS = "orders"
 KILL_WAIT_S = 5.0
+UNPACKED_S, UNPACKED_LOOK_S = 10.0, 0.05
 STDERR, WORDS_MAX = 2, 2000
 OWN = ("OMP_NUM_THREADS",)
 """Variables that Ray sets for an actor's own process. An agent sets them for its workers."""
@@ -104,6 +107,8 @@ def _start(plan: Plan) -> Started:
             f"{plan.cwd} is not on host {socket.gethostname()}: share that folder between the hosts, or send it with "
             "--runtime-env FILE, where FILE says working_dir: ."
         )
+    if not plan.cwd:
+        enter_again()
     words = command(plan.arguments) if plan.arguments else plan.command
     before = dict(os.environ)
     for name in (*OWN, *(name for name in os.environ if name.startswith("DLROVER_"))):
@@ -118,6 +123,27 @@ def _start(plan: Plan) -> Started:
         started.end()
         raise RuntimeError(wrong)
     return started
+
+
+def enter_again() -> None:
+    """Be in the folder of this process's name, where the one that it began in was removed and another one was made in its place.
+
+    Ray 2.60 unpacks a folder of ``working_dir`` anew for each runtime environment that names it while none has been made yet,
+    and for each raylet of a host, also below processes that have begun there. Waits for it at most `UNPACKED_S`.
+    """
+    deadline = time.monotonic() + UNPACKED_S
+    while True:
+        try:
+            Path.cwd()
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                return  # the agent says so
+            with contextlib.suppress(FileNotFoundError):
+                os.chdir(str(Path("/proc/self/cwd").readlink()).removesuffix(" (deleted)"))
+                continue
+            time.sleep(UNPACKED_LOOK_S)
+        else:
+            return
 
 
 def command(arguments: Sequence[str]) -> tuple[str, ...]:

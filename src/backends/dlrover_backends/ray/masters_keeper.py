@@ -25,7 +25,7 @@ from typing import Any
 import structlog
 
 from dlrover_backends.ray import mastery, runtime_env
-from dlrover_backends.ray.keeper import KILL_WAIT_S, OWN, command, raylet
+from dlrover_backends.ray.keeper import KILL_WAIT_S, OWN, command, enter_again, raylet
 from dlrover_backends.ray.mastery import ENDS, EVERYWHERE, Plan
 from dlrover_backends.shared.process import LocalCommand, Started
 
@@ -234,7 +234,10 @@ class MastersKeeper:
 
     def _cwd(self) -> str | None:
         """Masters on another host than the one where the command was typed need nothing of that folder."""
-        return self._plan.cwd if Path(self._plan.cwd or "?").is_dir() else None
+        if Path(self._plan.cwd or "?").is_dir():
+            return self._plan.cwd
+        enter_again()
+        return None
 
     def _port(self) -> int:
         """The port of the masters before: nodes know it, and the dead hold it for a moment. Another one if it stays taken."""
