@@ -174,7 +174,8 @@ def test_datasets_are_registered_and_others_of_that_name_refused(node: Make) -> 
             os.kill(one.rig.launcher.pids["rank 0"], signal.SIGUSR1)
             _, said = await one.rig.told()
             assert said == (
-                f"dataset 'train': the job has it with {train}; this one has {train._replace(size=999)}: give it another name"
+                f"dataset 'train': the job has it with {train}; this one has {train._replace(size=999)}: "
+                "give all ranks the same data, and other data another name"
             )
             await one.rig.told()
             await one.until(lambda: one.of(OfferReplica))

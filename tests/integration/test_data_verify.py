@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from contextlib import redirect_stdout
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, redirect_stdout
 
 import pytest
 from leading_records import Leading
@@ -13,10 +14,12 @@ from leading_records import token as token  # noqa: PLC0414 - the fixture is tak
 from tests.unit.drive import Drive
 from tools.etcd_cluster import Cluster
 
+from dlrover_adapters.cli.data import _changes
 from dlrover_adapters.cli.main import main
 from dlrover_core.data.cut import Place, cut_of, pack
 from dlrover_core.job import checkpoints, shards
 from dlrover_core.job.state import CODEC
+from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.log import Appended
 from dlrover_core.logs import open_log
 
@@ -78,3 +81,27 @@ def test_the_proof_is_the_same_wherever_the_log_is_read(etcd_server: Cluster, et
     assert (proof["position"], proof["states"], proof["findings"]) == (80, 2, [])
     assert [one["sample"] for one in proof["quarantined"]] == [17]
     assert "79 samples in the model" in words
+
+
+def test_what_follows_a_log_ends_before_the_log_is_closed() -> None:
+    """A question under way would open a connection again that nobody closes, and that is said beneath the last line."""
+    ended: list[str] = []
+
+    async def records() -> AsyncGenerator[Record, None]:
+        try:
+            for batch in consumed().batches:
+                for record in batch.records:
+                    yield record
+            await asyncio.Event().wait()
+        finally:
+            ended.append("records")
+
+    async def story() -> None:
+        following = records()
+        async with aclosing(_changes(following)) as changes:
+            async for _, rows in changes:
+                if rows:
+                    break
+        assert ended == ["records"]
+
+    asyncio.run(asyncio.wait_for(story(), BOUND_S))

@@ -56,7 +56,8 @@ def _register_cursor(state: JobState, command: RegisterDataset, terms: Terms) ->
         _own_name(state, group, terms)
     if known is not None and not (known.terms.same(terms) or known.terms.grew_to(terms)):
         raise Refused(
-            f"dataset {terms.name!r} is registered with {known.terms}; this one has {terms}: give it another name"
+            f"dataset {terms.name!r} is registered with {known.terms}; this one has {terms}: give all ranks the "
+            "same data, and other data another name"
         )
     terms = terms.completed(known.terms if known is not None else None)
     if known is None or known.terms != terms:

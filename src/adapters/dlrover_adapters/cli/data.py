@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -166,10 +167,12 @@ class _Coming:
         return done.result()
 
     async def close(self) -> None:
-        """Wait for none any more."""
+        """Wait for none any more. What reads them ends before their log is closed: it may have a question under way."""
         if self._next is not None:
             self._next.cancel()
             await asyncio.gather(self._next, return_exceptions=True)
+        if isinstance(self._records, AsyncGenerator):
+            await self._records.aclose()
 
 
 class _Rows:

@@ -88,7 +88,8 @@ class Ranks:
         for known, who in ((logged, "the job has it"), (here, "another rank here has it")):
             grew = known is logged and known is not None and known.grew_to(terms)
             if known is not None and not (known.same(terms) or grew):
-                raise Refused(f"dataset {terms.name!r}: {who} with {known}; this one has {terms}: give it another name")
+                remedy = "give all ranks the same data, and other data another name"
+                raise Refused(f"dataset {terms.name!r}: {who} with {known}; this one has {terms}: {remedy}")
         if logged is None and (why := terms.clash((*site.order.part(Datasets).known, *self._datasets.values()))):
             raise Refused(f"name: {why}")
         names = {*self._datasets, *(one.name for one in site.order.part(Datasets).known)}
