@@ -352,6 +352,16 @@ def test_the_command_names_what_is_wrong(told: Told, tmp_path: Path, capsys: pyt
     assert json.loads(capsys.readouterr().out)["datasets"][0]["findings"][0]["kind"] == MISSING
 
 
+def test_what_is_not_audited_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Leases that no model is saved with: people are not told to lease samples, which they do."""
+    drive = Told(nodes_max=2, nproc=1)
+    drive.up().do(RegisterDataset(A, 1, "eval", SIZE, 7, "shuffled", "", 1, 0, LEASE))
+    assert main(["data", "verify", "j", "--log", logged(drive, tmp_path)]) == 3
+    said = capsys.readouterr().err
+    assert "'eval' is leased with lineage=\"server\", where the log itself is the list of what was used" in said
+    assert "dlrover data j shows it" in said
+
+
 def test_the_command_follows_until_the_job_ends(told: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each change; at the end of the job it ends, too."""
     told.do(job.StopJob("home"))

@@ -34,6 +34,11 @@ NO_DATA = (
     "has no data that we know of: let its script give FlashCheckpoint(data=...) an ElasticDataset, or lease samples"
 )
 
+NO_PROOF = (
+    'has no model whose data could be audited: {} is leased with lineage="server", where the log itself is the list of what was '
+    "used; dlrover data {} shows it"
+)
+
 
 class _What(argparse.Action):
     """The word ``verify``, or the job itself where there is no such word."""
@@ -200,14 +205,19 @@ async def _verify(args: argparse.Namespace, source: read.Source) -> int:
     from dlrover_core.history import lease_audit, render_ledger
     from dlrover_core.history.audit import Audit, proof_values
     from dlrover_core.history.plain import plain
+    from dlrover_core.job import shards
+    from dlrover_core.job.shards import LEASE
 
-    audit, by_leases = Audit(), lease_audit.LeaseAudit()
+    audit, by_leases, served = Audit(), lease_audit.LeaseAudit(), set[str]()
     async for record in source.log.read(source.job):
         audit.feed(record)
         by_leases.feed(record)
+        if isinstance(record.event, shards.DatasetRegistered) and record.event.assignment == LEASE:
+            served.add(repr(record.event.name))
     proofs, leased = audit.proofs(), by_leases.proofs()
     if not (proofs or leased):
-        raise NotFound(f"job {source.job!r} {NO_DATA}")
+        why = NO_PROOF.format(", ".join(sorted(served)), source.job) if served else NO_DATA
+        raise NotFound(f"job {source.job!r} {why}")
     wrong = any(one.findings for one in proofs) or any(one.findings for one in leased)
     if args.json:
         told = proof_values(proofs) | ({"proved": not wrong, "leased": plain(leased)} if leased else {})
