@@ -168,12 +168,13 @@ def test_actors_that_do_not_end_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     from dlrover_backends.ray.records import Actor, Snapshot
 
     one = Actor("1", "worker-0-0")
-    removed = list[str]()
+    removed, store = list[str](), dict[str, bytes]()
     run = cluster.Cluster(Run("j", "r"))
     for name in ("end", "kill", "remove_group"):
         monkeypatch.setattr(run, name, lambda *_: None)
     monkeypatch.setattr(run, "look", lambda: Snapshot({one.name: one}, {}, {}))
     monkeypatch.setattr(private, "remove", removed.append)
+    monkeypatch.setattr(private, "get", store.get)
     with pytest.raises(cluster.StillAlive, match="worker-0-0") as left:
         run.clear(0.0)
     assert (left.value.actors, removed) == ([one.name], [])

@@ -160,6 +160,7 @@ def cluster_of(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
     monkeypatch.delattr("dlrover_backends.ray.masters", raising=False)
     fake = ModuleType("dlrover_backends.ray.cluster")
     attributes = {"__init__": lambda self, run: setattr(self, "run", run), "connect": lambda *_: None, **methods}
+    attributes["fence"] = SimpleNamespace(bar=methods.pop("bar", lambda: None))
     vars(fake).update(Cluster=type("Cluster", (), attributes), runs=lambda: {"dlrover:a:1": []})
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
     monkeypatch.delattr("dlrover_backends.ray.cluster", raising=False)
@@ -287,6 +288,7 @@ def test_a_job_that_a_command_leads_stays(monkeypatch: pytest.MonkeyPatch, capsy
         monkeypatch,
         clear=lambda *_: done.append("clear"),
         release=lambda *_: done.append("release"),
+        bar=lambda: done.append("bar"),
         led_outside=lambda job, run: f"h:{run}" if job == "a" else "",
     )
     for line in (("rm", "a"), ("rm", "--all")):
@@ -296,7 +298,7 @@ def test_a_job_that_a_command_leads_stays(monkeypatch: pytest.MonkeyPatch, capsy
         assert "job 'a' is led by the dlrover-run at h:1" in said.err
         assert "dlrover stop ray:a, or Ctrl-C there" in said.err
     assert dlrover.main(["ray", "rm", "a", "--force"]) == 0
-    assert done == ["release", "clear"]
+    assert done == ["bar", "release", "clear"], "its launches are refused before anything ends"
 
 
 def test_nodes_of_masters_that_live_stay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,6 +109,7 @@ def made_ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     monkeypatch.setattr(private, "keys", lambda prefix: [one for one in ray.store if one.startswith(prefix)])
     monkeypatch.setattr(private, "remove", ray.remove)
     monkeypatch.setattr(private, "actors", lambda _: ray.read("actors", ray.actors))
+    monkeypatch.setattr(private, "state_of", lambda key: next((one.state for one in ray.actors if one.id == key), ""))
     monkeypatch.setattr(private, "draining", dict)
     monkeypatch.setattr(
         cluster,
@@ -296,6 +297,177 @@ def test_a_run_that_is_removed_meanwhile(ray: Ray, monkeypatch: pytest.MonkeyPat
     assert [one.name for one in ray.actors if not one.is_dead] == []
     assert (ray.groups, ray.store) == ([], {})
     assert bool(ray.removed) == (when == "makes"), "no place is asked for any more"
+
+
+def rm(bound_s: float = 5.0) -> None:
+    """As ``dlrover ray rm``."""
+    other = Cluster(RUN)
+    other.fence.bar()
+    other.clear(bound_s)
+
+
+def test_a_desk_that_gave_no_order_before_a_removal(ray: Ray) -> None:
+    """It knows nothing of the run, and heeds its mark: nothing is made, no key is written, and no list shows the run."""
+    Cluster(RUN).create(ORDER, token=1)
+    ray.die(NODE)
+    rm()
+
+    async def told() -> None:
+        desk = Desk(Cluster(RUN), Path("unused"))
+        with pytest.raises(LaunchRefused, match="run r of job j was removed"):
+            await desk._launch(1, ORDER._asdict(), {})
+        desk = Desk(Cluster(RUN), Path("unused"))
+        with pytest.raises(LaunchRefused, match="run r of job j was removed"):
+            await desk._reserve(1, ())
+        desk = Desk(Cluster(RUN), Path("unused"))
+        assert await desk._delete(1, NODE, 5.0) == ("done", None)
+
+    asyncio.run(told())
+    assert (ray.groups, list(ray.store), cluster.runs()) == ([], [RUN.mark], {})
+    assert all(one.is_dead for one in ray.actors)
+    assert Cluster(Run("j", "r2")).create(ORDER).new, "another run of the job is none of that"
+
+
+@pytest.mark.parametrize("order", ["delete", "reserve"])
+def test_an_order_that_was_begun_before_a_removal_leaves_no_key(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    """It was admitted, and `dlrover ray rm` has removed the keys by the time that it writes."""
+    run = Cluster(RUN)
+    run.fence.check(1)
+
+    def late(*_: object, **__: object) -> str:
+        rm()
+        ray.put(RUN.key("deleted", NODE), b"{}")
+        return ""
+
+    monkeypatch.setattr(run.deletions if order == "delete" else run, "mark" if order == "delete" else "shape", late)
+
+    async def told() -> None:
+        desk = Desk(run, Path("unused"))
+        if order == "delete":
+            await desk._delete(1, NODE, 5.0)
+            return
+        wanted = {"group": "g", "wanted": 0, "nodes_min": 0, "avoid": (), "heard": (), "shape": ""}
+        await desk._reserve(1, ({**wanted, "order": {"runtime_env": {}}},))
+
+    asyncio.run(told())
+    assert list(ray.store) == [RUN.mark]
+
+
+def test_launches_are_refused_before_nodes_end(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor that does not end keeps the run's keys, and holds up no refusal."""
+    Cluster(RUN).create(ORDER, token=1)
+    before = set(ray.store)
+    monkeypatch.setattr(cluster.ray, "kill", lambda *_, **__: None)
+    monkeypatch.setattr(ray, "remove_group", lambda _: None)
+    monkeypatch.setattr(cluster, "remove_placement_group", lambda _: None)
+    with pytest.raises(cluster.StillAlive):
+        rm(0.0)
+    assert set(ray.store) == {*before, RUN.mark}
+    with pytest.raises(LaunchRefused):
+        Cluster(RUN).admit(1)
+
+
+@pytest.mark.parametrize("token", [1, None])
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_run_that_is_removed_right_before_a_group_is_asked_for(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch, token: int | None, *, marked: bool
+) -> None:
+    """No place is asked for, of a node or of a standby (which has no token)."""
+    run, times = Cluster(RUN), iter("1")
+    run.fence.check(1)
+    stand = run._must_stand
+
+    def stands(name: str) -> None:
+        stand(name)
+        for _ in times:
+            rm() if marked else Cluster(RUN).clear(5.0)
+
+    monkeypatch.setattr(run, "_must_stand", stands)
+    with pytest.raises(LaunchRefused, match="was removed"):
+        run.create(ORDER, token=token)
+    assert (ray.groups, ray.removed, ray.actors) == ([], [], [])
+    assert list(ray.store) == ([RUN.mark] if marked else [])
+
+
+def test_a_run_that_is_removed_while_an_order_ends(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last key that the order writes goes, too."""
+    run, put = Cluster(RUN), private.put
+
+    def late(key: str, value: bytes, *, overwrite: bool = True) -> bool:
+        if b"made" in value:
+            monkeypatch.setattr(private, "put", put)
+            rm()
+        return put(key, value, overwrite=overwrite)
+
+    monkeypatch.setattr(private, "put", late)
+    with pytest.raises(LaunchRefused, match="was removed"):
+        run.create(ORDER, token=1)
+    assert (ray.groups, list(ray.store)) == ([], [RUN.mark])
+    assert all(one.is_dead for one in ray.actors)
+
+
+class Clock:
+    """Seconds that pass when somebody sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+
+    def sleep(self, by_s: float) -> None:
+        """As ``time.sleep``."""
+        self.now += by_s
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_second_look_has_time_of_its_own(ray: Ray, monkeypatch: pytest.MonkeyPatch, *, marked: bool) -> None:
+    """The first one took all of its own. An actor seen by the second is told to end; if it does not, orders are refused."""
+    run, clock = Cluster(RUN), Clock(monkeypatch)
+    run.create(ORDER, token=1)
+    emptied, looks = run._emptied, list[float]()
+
+    def looked(bound_s: float) -> tuple[Any, list[Actor]]:
+        looks.append(bound_s)
+        if len(looks) == 1:
+            ray.die(NODE)
+            clock.now += bound_s
+        else:
+            ray.actors.append(Actor("late", "j-worker-1-0", RUN.space))
+        return emptied(bound_s)
+
+    monkeypatch.setattr(run, "_emptied", looked)
+    monkeypatch.setattr(cluster.ray, "kill", lambda *_, **__: None)
+    if marked:
+        run.fence.bar()
+    with pytest.raises(cluster.StillAlive, match="j-worker-1-0"):
+        run.clear(20.0)
+    assert (ray.told, looks, clock.now > 19.0) == (["j-worker-1-0"], [15.0, 5.0], True)
+    assert (RUN.key("place", NODE) in ray.store) == marked
+    with pytest.raises(LaunchRefused):
+        Cluster(RUN).admit(1)
+
+
+def test_a_dead_actor_whose_end_was_missed(ray: Ray) -> None:
+    """A desk died between the actor and its last key, and then the actor: the next desk's list is older than both."""
+    run = Cluster(RUN)
+    run.tables.follow()
+    run.look()
+    Cluster(RUN).create(ORDER)
+    ray.store[RUN.key("place", NODE)] = b"{}"
+    ray.die(NODE)
+    assert run.create(ORDER).new
+    assert len(ray.actors) == 1, "a name is used once"
+
+
+@pytest.mark.parametrize(("state", "stops"), [("ALIVE", True), ("PENDING_CREATION", False)])
+def test_a_node_that_was_last_seen_as_pending_has_its_grace(ray: Ray, state: str, *, stops: bool) -> None:
+    """That it runs is published late: it is told to end. One that is pending indeed is killed, and no table is read."""
+    pending = Actor("a", NODE, RUN.space, "PENDING_CREATION")
+    ray.actors = [pending._replace(state=state)]
+    Cluster(RUN).end(pending, 5.0)
+    assert (ray.told, ray.actors[0].is_dead) == ([NODE] if stops else [], not stops)
+    assert ray.reads == []
 
 
 def test_a_node_that_is_made_while_its_run_is_removed(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,7 @@ class Ground:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run, self.ended, self.now = RUN, set[str](), 1000.0
         self.deletions, self.seating = Deletions(RUN), None
-        self.fence = SimpleNamespace(check=lambda _: None)
+        self.fence = SimpleNamespace(check=lambda _: None, is_removed=False)
         self.standbys: dict[str, Actor] = {}
         self.retired: set[str] = set()
         self.actors = {NODE: Actor("id", NODE, host_id="a")}
@@ -198,6 +198,9 @@ class Ground:
     def end(self, actor: Actor, grace_s: float) -> None:
         """As `Cluster.end`: the node is told, and goes on."""
         self.told.append((actor.name, grace_s))
+
+    def sweep(self) -> None:
+        """As `Cluster.sweep`."""
 
     def kill(self, name: str) -> None:
         """As `Cluster.kill`."""

@@ -18,12 +18,15 @@ from typing import Any, cast
 import pytest
 from ray_store import JOB, Tables, tables
 
-from dlrover_backends.ray import masters, masters_keeper, mastery, private
+from dlrover_backends.ray import fencing, masters, masters_keeper, mastery, private
 from dlrover_backends.ray.desk import Desk
 from dlrover_backends.ray.fencing import Fence
 from dlrover_backends.ray.masters import InUse, NotKept, StillKept
 from dlrover_backends.ray.masters_keeper import GIVEN_UP, MastersKeeper, Released
 from dlrover_backends.ray.mastery import Plan
+from dlrover_backends.ray.names import Run
+
+RUN = Run(JOB, "r")
 
 
 @pytest.fixture(name="store")
@@ -192,9 +195,9 @@ def test_when_a_name_was_claimed(store: Tables) -> None:
 
 def test_a_token_never_goes_back(store: Tables) -> None:
     """Two masters give their first orders at once: the older one is known to be deposed, whoever writes last."""
-    fence = Fence("token/")
+    fence = Fence(RUN)
     assert fence.newest(3) == 3
-    store.on_put = lambda: Fence("token/").newest(12) and None
+    store.on_put = lambda: Fence(RUN).newest(12) and None
     assert fence.newest(4) == 12
     assert (fence.newest(1), fence.newest(12), fence.newest(3)) == (12, 12, 12)
     assert len(store) == 1
@@ -203,9 +206,37 @@ def test_a_token_never_goes_back(store: Tables) -> None:
     assert (fence.newest(13), fence.is_removed, len(store)) == (13, True, 0), (
         "nothing is left of a run that was removed"
     )
-    assert Fence("token/").newest(13) == 13
+    assert Fence(RUN).newest(13) == 13, (
+        "the keys of a run that has ended are gone, and no mark says that it was removed"
+    )
     fence.newest(13)
     assert fence.is_removed
+
+
+def test_a_removed_run_has_a_mark(store: Tables) -> None:
+    """Whoever comes later reads it, and writes nothing; one that wrote its token at that moment takes it back."""
+    store.on_put = lambda: Fence(RUN).bar()
+    fence = Fence(RUN)
+    fence.check(3)
+    assert (fence.is_removed, list(store)) == (True, [RUN.mark])
+    later = Fence(RUN)
+    later.check(4)
+    assert (later.is_removed, list(store)) == (True, [RUN.mark])
+    other = Fence(Run(RUN.job, RUN.run + "0"))
+    other.check(1)
+    assert not other.is_removed
+
+
+def test_marks_of_long_ago_go(store: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of others that are younger stay, and so does the one that is written again."""
+    now = time.time()
+    for name, age_s in (("old", fencing.MARK_S + 60.0), ("young", fencing.MARK_S - 60.0), ("again", 0.0)):
+        monkeypatch.setattr(fencing.time, "time", lambda at=now - age_s: at)
+        Fence(Run(JOB, name)).bar()
+    assert sorted(store) == sorted(Run(JOB, name).mark for name in ("young", "again"))
+    monkeypatch.setattr(fencing.time, "time", lambda: now + fencing.MARK_S)
+    Fence(Run(JOB, "again")).bar()
+    assert list(store) == [Run(JOB, "again").mark]
 
 
 def keeper_that(monkeypatch: pytest.MonkeyPatch, start: Callable[[], Any]) -> MastersKeeper:

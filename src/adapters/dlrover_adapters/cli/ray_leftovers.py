@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="with rm: also a job whose dlrover-run still leads it; its later launches are refused",
+        help="with rm: also a job whose dlrover-run still leads it; from then on its launches are refused",
     )
     parser.add_argument(
         "--ray-address",
@@ -88,6 +88,7 @@ def _removed(run: Cluster, *, force: bool) -> int:
         )
         return LEFT
     try:
+        run.fence.bar()  # masters beside a command, and desks whose orders are under way, cannot be ended from here
         masters.release(*run.run)  # before nodes, which masters would launch again
         run.clear(CLEAR_S)
     except CoreError as error:

@@ -29,6 +29,8 @@ from dlrover_backends.ray.seating import RETIRED, Seating
 from dlrover_core.errors import CoreError, LaunchRefused
 
 CLEAR_S, CLEAR_LOOK_S = 20.0, 0.1
+FIRST_PART = 0.75
+"""Of the time to remove a run: so much is the first look's, and the rest is left for the second one."""
 CLEAR_GRACE_S = 2.0
 """An agent that is asked removes its own folder; one that is killed leaves it to the next agent on its host."""
 
@@ -90,13 +92,13 @@ class Cluster:
     ``address``: of the cluster's state service, once it is connected
     ``ended``: ids of hosts whose raylet has ended, though Ray does not know it yet; no node is placed there
     ``tables``: the cluster's tables, cached
-    ``seating``: which nodes standbys are; ``deletions``: the names that are used up; ``fence``: the masters' tokens
+    ``seating``: which nodes standbys are; ``deletions``: the names that are used up; ``fence``: whose orders count
     """
 
     def __init__(self, run: Run) -> None:
         self.run, self.address = run, ""
         self.ended: set[str] = set()
-        self.seating, self.deletions, self.fence = Seating(run), Deletions(run), Fence(run.key(names.TOKEN))
+        self.seating, self.deletions, self.fence = Seating(run), Deletions(run), Fence(run)
         source = tables.Source(lambda: private.actors(self.run.space), _hosts, lambda: groups(self.run.space + "/"))
         self.tables = tables.Cache(run, source)
 
@@ -185,6 +187,7 @@ class Cluster:
         new = bool(seat) or self._make(order, wants, self._labels(order, hosts, without), token, first=first)
         self._must_stand(order.name)  # whoever removed the keys meanwhile looks for actors once more
         private.put(key, json.dumps({**kept, "made": True}).encode())
+        self._must_stand(order.name)  # nor does this key stay, if they were removed before it was written
         return Made(new, seat)
 
     def _make(
@@ -206,7 +209,8 @@ class Cluster:
         if not first and self._was_made(order.name):
             return True
         if token is not None:
-            self.fence.check(token)
+            self.admit(token)
+        self._must_stand(order.name)
         group = placement_group(
             [dict(wants)],
             strategy="STRICT_PACK",
@@ -225,8 +229,11 @@ class Cluster:
         return True
 
     def _must_stand(self, name: str) -> None:
-        """Raise `LaunchRefused` where the run was removed since an order wrote this name down; what the order made goes, too."""
-        if private.get(self.run.key(names.PLACE, name)) is not None:
+        """Raise `LaunchRefused` where the run was removed, or its keys since an order wrote this name down.
+
+        What the order made goes, too, and all keys: whoever removed the run may have looked for the last time.
+        """
+        if private.get(self.run.key(names.PLACE, name)) is not None and not self.fence.is_barred():
             return
         self.kill(name)
         for group in self._groups(name):
@@ -234,6 +241,11 @@ class Cluster:
         private.remove(self.run.space + "/")
         self.fence.is_removed = True
         raise self._removed()
+
+    def sweep(self) -> None:
+        """Take away what an order has written down of a run that was removed meanwhile."""
+        if self.fence.is_barred():
+            private.remove(self.run.space + "/")
 
     def _removed(self) -> LaunchRefused:
         what = f"run {self.run.run} of job {self.run.job} was removed from the cluster, as dlrover ray rm does it"
@@ -256,8 +268,11 @@ class Cluster:
         return {**order.labels, settings.NODE_ID: f"!in({','.join(avoided)})"} if avoided else order.labels
 
     def _has_actor(self, name: str) -> bool:
-        """Is there an actor of that name, a living or a dead one? The living one is asked for first: that reads no table."""
-        return self.handle(name) is not None or any(one.name == name for one in self.tables.read(anew=False).actors)
+        """Is there an actor of that name, a living or a dead one? The living one is asked for first: that reads no table.
+
+        The table is read anew: where the actor's end was published and missed, its name would be used twice.
+        """
+        return self.handle(name) is not None or any(one.name == name for one in self.tables.read(anew=True).actors)
 
     def _groups(self, name: str) -> list[Group]:
         wanted = self.run.group(name)
@@ -330,9 +345,12 @@ class Cluster:
         remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group.id))))
 
     def end(self, actor: Actor, grace_s: float) -> None:
-        """Have an actor end. Its keeper buries its agent before; one that is not there yet has none."""
+        """Have an actor end. Its keeper buries its agent before; one that is not there yet has none.
+
+        Of one that was not seen to run the cluster is asked: that it runs may be published late.
+        """
         handle = self.handle(actor.called)
-        if handle is not None and actor.state == "ALIVE":
+        if handle is not None and (actor.state == "ALIVE" or private.state_of(actor.id) == "ALIVE"):
             handle.stop.remote(grace_s)
         elif handle is not None:
             ray.kill(handle, no_restart=True)
@@ -347,22 +365,30 @@ class Cluster:
         return [(run, count) for run, count in found if count]
 
     def clear(self, bound_s: float) -> None:
-        """Remove all of the run: actors, placement groups, keys. Keepers have half of ``bound_s`` to end by themselves.
+        """Remove all of the run: actors, placement groups, keys. Keepers have a third of ``bound_s`` to end by themselves.
 
-        Raises `StillAlive` where actors are left. Then the keys stay: the token still fences, and no name is used again.
+        Raises `StillAlive` where actors are left. Orders are refused then as before: the keys stay, or the run is barred.
         """
-        began = time.monotonic()
-        for _ in range(2):  # an order that looked for its key before its removal has made its actor by then
-            seen, living = self._emptied(began, bound_s)
+        barred = self.fence.is_barred()
+        for last, part in (
+            (False, FIRST_PART),
+            (True, 1.0 - FIRST_PART),
+        ):  # an order that was not refused is done by then
+            seen, living = self._emptied(part * bound_s)
             for group in seen.groups.values():
                 self.remove_group(group)
             if living:
+                if last and not barred:
+                    self.fence.bar()
                 raise StillAlive(self.run, [actor.called for actor in living], bound_s)
-            private.remove(self.run.space + "/")
+            if (
+                last or not barred
+            ):  # where no mark refuses orders, a missing key does, and it has to be missing at the second look
+                private.remove(self.run.space + "/")
 
-    def _emptied(self, began: float, bound_s: float) -> tuple[Snapshot, list[Actor]]:
-        """End all actors; what was seen at last, and those that live on. ``began``: from when ``bound_s`` counts."""
-        told = set[str]()
+    def _emptied(self, bound_s: float) -> tuple[Snapshot, list[Actor]]:
+        """End all actors; what was seen at last, and those that live on after ``bound_s``."""
+        told, began = set[str](), time.monotonic()
         while True:
             seen, spent_s = self.look(), time.monotonic() - began
             living = [one for one in (*seen.actors.values(), *seen.standbys.values()) if not one.is_dead]

@@ -107,16 +107,23 @@ class Desk:
         async with self._ordering:
             await asyncio.to_thread(self._cluster.admit, token)
             groups = [Reserve(**one) for one in wanted]
-            shapes = [
-                await asyncio.to_thread(self._cluster.shape, one.shape, one.order["runtime_env"]) for one in groups
-            ]
-            await self._standbys.level([one._replace(shape=shape) for one, shape in zip(groups, shapes, strict=True)])
+            try:
+                shapes = [
+                    await asyncio.to_thread(self._cluster.shape, one.shape, one.order["runtime_env"]) for one in groups
+                ]
+                levels = [one._replace(shape=shape) for one, shape in zip(groups, shapes, strict=True)]
+                await self._standbys.level(levels)
+            finally:
+                await asyncio.to_thread(self._cluster.sweep)
         return ("done", None)
 
     async def _delete(self, token: int, name: str, grace_s: float) -> tuple[object, ...]:
         async with self._ordering:
             await asyncio.to_thread(self._cluster.fence.check, token)
+            if self._cluster.fence.is_removed:  # whoever removes it ends the node, and leaves no keys
+                return ("done", None)
             await asyncio.to_thread(self._cluster.deletions.mark, name, grace_s)
+            await asyncio.to_thread(self._cluster.sweep)
             actor = await self._found(name)
             if actor is None or actor.is_dead:
                 self._lookout.wake()

@@ -1,6 +1,7 @@
 """Names in the cluster: a run's Ray namespace, its placement groups, and its keys in the key-value store.
 
-Every one begins with `PREFIX`, by which ``dlrover ray ls`` finds what a killed launcher has left.
+Every one begins with `PREFIX`, by which ``dlrover ray ls`` finds what a killed launcher has left; but a removed run's mark begins
+with `REMOVED`, for nothing of that run is left.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-PREFIX = "dlrover:"
+PREFIX, REMOVED = "dlrover:", "dlrover-removed:"
 TOKEN, PLACE, DELETED, ENV = "token", "place", "deleted", "env"  # kinds of keys; the token is a number
 SEATED, TAKEN = "seated", "taken"  # what a node is to be, and whose a standby is
 _STANDBY = "-standby"
@@ -31,6 +32,11 @@ class Run(NamedTuple):
     def space(self) -> str:
         """The run's Ray namespace, and what its keys begin with."""
         return f"{PREFIX}{quote(self.job, safe='')}:{quote(self.run, safe='')}"
+
+    @property
+    def mark(self) -> str:
+        """The key that says that the run was removed, as ``dlrover ray rm`` does it."""
+        return f"{REMOVED}{self.space.removeprefix(PREFIX)}/"
 
     def group(self, node: str) -> str:
         """The name of a node's placement group, which no namespace keeps apart from others'."""

@@ -111,6 +111,16 @@ def actors(prefix: str) -> list[Actor]:
     return [_actor(told, told.actor_id) for told in found if told.ray_namespace.startswith(prefix)]
 
 
+def state_of(actor: str) -> str:
+    """The state of the actor with this id, as Ray calls it; empty: Ray does not know it. No table is read."""
+    from ray._private.state import state
+    from ray._raylet import ActorID
+    from ray.core.generated import gcs_pb2
+
+    row = state._connect_and_get_accessor().get_actor_info(ActorID(bytes.fromhex(actor)))
+    return gcs_pb2.ActorTableData.ActorState.Name(gcs_pb2.ActorTableData.FromString(row).state) if row else ""
+
+
 def _actor(told: Any, key: bytes) -> Actor:
     """An ``ActorTableData`` as we know it. What is published of an actor lacks its id, which is the message's ``key``."""
     from google.protobuf import json_format
