@@ -29,8 +29,8 @@ from dlrover_backends.ray.seating import RETIRED, Seating
 from dlrover_core.errors import CoreError, LaunchRefused
 
 CLEAR_S, CLEAR_LOOK_S = 20.0, 0.1
-FIRST_PART = 0.75
-"""Of the time to remove a run: so much is the first look's, and the rest is left for the second one."""
+AGAIN_PART = 0.2
+"""So much more of the time to remove a run has the second look."""
 CLEAR_GRACE_S = 2.0
 """An agent that is asked removes its own folder; one that is killed leaves it to the next agent on its host."""
 
@@ -365,15 +365,14 @@ class Cluster:
         return [(run, count) for run, count in found if count]
 
     def clear(self, bound_s: float) -> None:
-        """Remove all of the run: actors, placement groups, keys. Keepers have a third of ``bound_s`` to end by themselves.
+        """Remove all of the run: actors, placement groups, keys. Keepers have half of ``bound_s`` to end by themselves.
 
+        A second look has `AGAIN_PART` of it more.
         Raises `StillAlive` where actors are left. Orders are refused then as before: the keys stay, or the run is barred.
         """
         barred = self.fence.is_barred()
-        for last, part in (
-            (False, FIRST_PART),
-            (True, 1.0 - FIRST_PART),
-        ):  # an order that was not refused is done by then
+        # An order that was not refused is done by the second look. Without a mark a missing key refuses it: so keys go before.
+        for last, part in ((False, 1.0), (True, AGAIN_PART)):
             seen, living = self._emptied(part * bound_s)
             for group in seen.groups.values():
                 self.remove_group(group)
@@ -381,9 +380,7 @@ class Cluster:
                 if last and not barred:
                     self.fence.bar()
                 raise StillAlive(self.run, [actor.called for actor in living], bound_s)
-            if (
-                last or not barred
-            ):  # where no mark refuses orders, a missing key does, and it has to be missing at the second look
+            if last or not barred:
                 private.remove(self.run.space + "/")
 
     def _emptied(self, bound_s: float) -> tuple[Snapshot, list[Actor]]:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 IDLE_S = 10.0
 CLEAR_S = 12.0
-"""Less than a launcher waits (`apart.CLEAR_S`), so that it can say what is left."""
+"""With a second look (`cluster.AGAIN_PART`) less than a launcher waits (`apart.CLEAR_S`), so that it can say what is left."""
 
 log = structlog.get_logger("dlrover.desk")
 
