@@ -22,7 +22,7 @@ FOREIGN = frozenset(
         "spec.nodeName", "status.podIP", "AbortIncompleteMultipartUpload", "StatefulDataLoader", "ZeroRedundancyOptimizer",
         "all_gather_object", "broadcast_object_list", "CAP_SYSLOG", "etcd_disk_wal_fsync_duration_seconds", "adlfs", "paramiko",
         "--cert-file", "--client-cert-auth", "--election-timeout", "--heartbeat-interval", "--key-file", "--max-request-bytes",
-        "--pre-vote", "--requeue",
+        "--pre-vote", "--requeue", "RAY_JOB_STOP_WAIT_TIME_S",
     }
 )  # fmt: skip
 """Names of Kubernetes, torch, etcd, S3, Slurm and packages."""
