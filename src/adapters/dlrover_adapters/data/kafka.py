@@ -230,7 +230,7 @@ class _Client:
     def __init__(self, name: str, address: Address, config: Mapping[str, Any], topic_id: str) -> None:
         kafka = _library()
         self.id = topic_id
-        """Of the topic that was opened; empty: not known, or a topic of this name is good enough."""
+        """The id of the topic that was opened. Empty if the broker gives none, or if the address says ``identity=name``."""
         self.process = os.getpid()
         self._kafka, self._name, self._topic = kafka, name, address.topic
         self._refused = ""
@@ -277,7 +277,7 @@ class _Client:
     def known_partitions(self) -> list[int]:
         """The same, without asking each time. Raises `StreamGone` for another topic of the name, too."""
         if time.monotonic() - self._looked >= LOOK_S:
-            # First by the client that reads nothing: librdkafka 2.16 may crash where one that reads hears of the new topic.
+            # The admin client asks first: librdkafka 2.16 may crash in a client that has read the old topic and hears of a new one.
             self._check_same()
             self.partitions()
         return self._partitions
@@ -288,7 +288,7 @@ class _Client:
         if now and now != self.id:
             raise StreamGone(
                 f"{self._name}: the topic was deleted and made anew while it was read (its id was {self.id}, and is {now}): its "
-                "offsets are other messages now; begin under another name, or give ?identity=name if they are the same messages"
+                "offsets are other messages now; begin under another name"
             )
 
     def topic_id(self) -> str:

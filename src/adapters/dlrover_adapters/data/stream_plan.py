@@ -16,7 +16,7 @@ from dlrover_core.data.streams import Extent
 Counts = tuple[tuple[str, int], ...]
 """Of each partition, in order, so many messages."""
 Holes = Mapping[str, Sequence[Extent]]
-"""Of partitions, the offsets that are passed over as their messages are gone: `dlrover_core.data.streams.Holed` says which."""
+"""For each partition, the ranges of offsets whose messages are gone, as `dlrover_core.data.streams.Holed` names them."""
 
 
 class Run(NamedTuple):

@@ -126,10 +126,10 @@ def _start(plan: Plan) -> Started:
 
 
 def enter_again() -> None:
-    """Be in the folder of this process's name, where the one that it began in was removed and another one was made in its place.
+    """Go into the folder that now stands at the path of this process's working directory, if the directory itself was removed.
 
-    Ray 2.60 unpacks a folder of ``working_dir`` anew for each runtime environment that names it while none has been made yet,
-    and for each raylet of a host, also below processes that have begun there. Waits for it at most `UNPACKED_S`.
+    Ray 2.60 may remove a ``working_dir`` and unpack it again while processes begin in it: for each raylet of a host, and for a
+    second runtime environment with the same folder that is made at the same time. Waits for the folder at most `UNPACKED_S`.
     """
     deadline = time.monotonic() + UNPACKED_S
     while True:

@@ -37,12 +37,12 @@ IDLE_S = 0.05
 
 @dataclasses.dataclass(slots=True)
 class Rest:
-    """What a loop has in hand of a shard, and has not yielded.
+    """The samples of a shard that a loop has taken and not yielded yet.
 
-    start: of its positions
-    end:   of its positions, exclusive
-    ours:  False: another loop has it now
-    pid:   of the loop's process: in a forked one it is its parent's
+    start: its first position
+    end:   the position behind its last one
+    ours:  whether the loop still has them; False: another loop has taken them over
+    pid:   the process of the loop; in a forked process, that of its parent
     """
 
     start: int
@@ -101,7 +101,8 @@ class Leased:
     def here(self) -> Iterator[Any]:
         """Batches; each is used when the next one is asked for, in this loop or in another.
 
-        Whichever loop draws takes over what another one has in hand: one that stands still would keep the data from ending.
+        A loop that draws takes over the samples that another loop has taken and not yielded. Otherwise a loop that stands still
+        would keep the data from ending.
         """
         self._begun()
         while True:

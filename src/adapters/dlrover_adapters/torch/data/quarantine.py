@@ -125,9 +125,9 @@ class Left:
 
 
 def written(places: Iterable[Place]) -> str:
-    """What `Left.places` says, as one text; empty: nothing.
+    """The counts of `Left.places` as one text of JSON; an empty text if there are none.
 
-    One text, as torch.distributed.checkpoint restores only the entries that the state to be filled has already.
+    It is one text because torch.distributed.checkpoint fills only entries that the new state has already.
     """
     times = {one.dataset: one.position for one in places}
     return json.dumps(times) if times else ""

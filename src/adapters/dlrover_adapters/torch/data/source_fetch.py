@@ -13,7 +13,7 @@ SOURCE_CHARS_MAX = 32
 
 
 class Ordered(Protocol):
-    """What decides which sample a position has, beside the source; as of `ElasticDataset`."""
+    """The settings of an `ElasticDataset` that, with the source, decide which sample stands at a position."""
 
     seed: int
     order: str
@@ -28,7 +28,7 @@ class SourceFetch:
         self.source = source
 
     def of_epoch(self, epoch: int) -> Callable[[int], Any]:
-        """What fetches the samples of an epoch."""
+        """The function that fetches a sample of this epoch by its index."""
         of_epoch = getattr(self.source, "of_epoch", None)
         fetch: Callable[[int], Any] = (of_epoch(epoch) if of_epoch else self.source).__getitem__
         return fetch
@@ -39,7 +39,7 @@ class SourceFetch:
 
 
 def positions_of(of: Ordered, size: int, source: str) -> str:
-    """What positions are positions of, in words that fit into a place."""
+    """The fingerprint of the data that positions belong to, short enough for a `Place`."""
     if len(source) > SOURCE_CHARS_MAX or not source.isprintable():
         source = hashlib.blake2b(source.encode(errors="surrogateescape"), digest_size=8).hexdigest()
     words: Sequence[str] = [f"size={size}", f"seed={of.seed}", f"order={of.order}"]
