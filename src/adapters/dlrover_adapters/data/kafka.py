@@ -277,7 +277,7 @@ class _Client:
     def known_partitions(self) -> list[int]:
         """The same, without asking each time. Raises `StreamGone` for another topic of the name, too."""
         if time.monotonic() - self._looked >= LOOK_S:
-            # The admin client asks first: librdkafka 2.16 may crash in a client that has read the old topic and hears of a new one.
+            # The admin client asks first: librdkafka 2.16 may crash in a client that read the old topic and hears of the new one.
             self._check_same()
             self.partitions()
         return self._partitions
